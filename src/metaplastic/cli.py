@@ -1,0 +1,188 @@
+"""The ``metaplastic`` command: verbs only, the work is elsewhere."""
+
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.table import Table
+
+app = typer.Typer(
+    help="Sequence layers whose fixed-size memory knows how sure it is of what it holds.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+bench = typer.Typer(help="Measure speed and memory on this machine.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+console = Console()
+Output = Annotated[Path, typer.Option("--output", "-o", help="Folder for everything the command writes.")]
+
+
+def main() -> None:
+    """Entry point: errors a user can mend (bad values, missing files) are one line; anything else is a traceback."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[RichHandler(show_path=False, show_time=False)])
+    try:
+        app()
+    except (ValueError, OSError) as error:
+        if os.environ.get("METAPLASTIC_TRACEBACK"):
+            raise
+        Console(stderr=True).print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _quiet_transformers() -> None:
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()  # of loading and writing files; training has its own
+
+
+@app.command()
+def train(
+    files: Annotated[list[str] | None, typer.Argument(help="Text files or folders. None: the standard library.")] = None,
+    output: Output = Path("runs/train"),
+    mixer: str = "palimpsa_d",
+    model: Annotated[str | None, typer.Option(help="Continue from this saved model instead of a new one.")] = None,
+    tokenizer: Annotated[str, typer.Option(help='"bytes", a folder or a Hugging Face name.')] = "bytes",
+    separator: Annotated[str | None, typer.Option(help="What separates documents within a file.")] = None,
+    held_out: Annotated[float, typer.Option(help="Share of documents kept for evaluation.")] = 0.05,
+    hidden_size: int = 128,
+    layers: int = 4,
+    heads: int = 4,
+    key_size: int | None = None,
+    value_size: int | None = None,
+    intermediate_size: Annotated[int, typer.Option(help="Width of the MLP; 0 for none.")] = 384,
+    block_length: int = 256,
+    batch_size: int = 16,
+    accumulation: int = 1,
+    steps: int = 300,
+    learning_rate: float = 3e-3,
+    warmup: int = 20,
+    weight_decay: float = 0.1,
+    eval_every: int = 100,
+    save_every: int = 100,
+    seed: int = 0,
+    bf16: bool = False,
+    compile: bool = False,
+    overwrite: Annotated[bool, typer.Option(help="Replace another run in the output folder.")] = False,
+) -> None:
+    """Train a language model on text. Run it again to resume after an interruption."""
+    arguments = dict(locals())
+    _quiet_transformers()
+    from .training import TrainConfig, train
+
+    output, overwrite = arguments.pop("output"), arguments.pop("overwrite")
+    config = TrainConfig(**(arguments | {"files": tuple(files or ())}))
+    result = train(config, output, overwrite=overwrite)["measurements"]
+    _print_table(
+        "Trained",
+        ("held-out loss (nats/token)", f"{result['eval_loss']:.4f}"),
+        ("perplexity", f"{result['eval_perplexity']:.2f}"),
+        ("tokens seen", f"{result['tokens_seen']:,}"),
+        ("parameters", f"{result['parameters']:,}"),
+        ("model", str(output / "final")),
+        ("results", str(output / "results.json")),
+    )
+
+
+@app.command()
+def generate(
+    model: Annotated[Path, typer.Argument(help="A saved model or the output folder of `metaplastic train`.")],
+    prompt: Annotated[str, typer.Argument(help="Text to continue.")] = "",
+    max_new_tokens: int = 200,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.8,
+    top_p: float = 0.95,
+    seed: int = 0,
+) -> None:
+    """Continue a text, streaming it as it is generated, at constant memory."""
+    _quiet_transformers()
+    from .training.generation import stream
+
+    stream(model, prompt, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
+
+
+@app.command()
+def doctor() -> None:
+    """What runs on this machine and why; checks every backend forward and backward."""
+    from . import ops
+    from .evaluation.doctor import check_backends
+    from .ops.dispatch import block_list_path
+    from .results import environment
+
+    about = environment()
+    _print_table("This machine", *about["device"].items(), *about["versions"].items())
+    table = Table(title="Backends", title_justify="left")
+    for column in ("configuration", "status", "detail", "seconds"):
+        table.add_column(column, overflow="fold")
+    failed = 0
+    with console.status("checking every backend, forward and backward") as status:
+        for check in check_backends():
+            status.update(f"checked {check.configuration}")
+            style = {"ok": "green", "FAILED": "bold red"}.get(check.status, "dim")
+            seconds = "" if check.seconds is None else f"{check.seconds:.1f}"
+            table.add_row(check.configuration, f"[{style}]{check.status}[/]", check.detail, seconds)
+            failed += check.status == "FAILED"
+    console.print(table)
+    rows = [(f"{op}: {what}", how) for op, entries in ops.backends().items() for what, how in entries.items()]
+    _print_table("What runs", *rows)
+    if failed:
+        console.print(f"[red]{failed} configuration(s) failed and will not be used (list: {block_list_path()})[/red]")
+        raise typer.Exit(1)
+
+
+@bench.command("ops")
+def bench_ops(
+    output: Output = Path("runs/bench-ops"),
+    decode: Annotated[bool, typer.Option(help="Also time a decode step of a 170M model (needs 2 GB).")] = True,
+) -> None:
+    """The Palimpsa CPU kernel against the token loop, and a 170M decode step against the additive rule."""
+    _quiet_transformers()
+    from . import results
+    from .evaluation import speed
+
+    with console.status("timing the operators"):
+        measured = {"palimpsa_cpu": speed.bench_palimpsa_cpu()}
+    _print_table("ops.palimpsa", *((k, _number(v)) for k, v in measured["palimpsa_cpu"].items()))
+    if decode:
+        with console.status("timing a decode step of the 170M model"):
+            measured["decode"] = speed.bench_decode()
+        _print_table("decode", *((k, _number(v)) for k, v in measured["decode"].items()))
+    path = results.write_json(output / "results.json", results.record("bench ops", measured, seeds=[0, 1], settings={}))
+    console.print(f"results: {path}")
+
+
+@app.command()
+def demo(
+    output: Output = Path("runs/demo"),
+    quick: Annotated[bool, typer.Option(help="A few steps of everything, to see that it runs.")] = False,
+) -> None:
+    """Train, recall and generate on this machine in minutes; ends in a table, plots and one HTML page."""
+    _quiet_transformers()
+    from .recipes.demo import DemoConfig, run_demo
+
+    config = DemoConfig.quick() if quick else DemoConfig()
+    result, page = run_demo(config, output, say=lambda message: console.print(message, highlight=False))
+    _print_table("Demo", *((k, _number(v)) for k, v in result["measurements"]["summary"].items()))
+    console.print(f"results: {output / 'results.json'}\nopen in a browser: {page}")
+
+
+def _number(value: object) -> str:
+    return f"{value:,.4g}" if isinstance(value, float) else str(value)
+
+
+def _print_table(title: str, *rows: tuple[str, object]) -> None:
+    table = Table(title=title, title_justify="left", show_header=False)
+    for name, value in rows:
+        table.add_row(str(name), str(value))
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()

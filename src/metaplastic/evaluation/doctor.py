@@ -1,0 +1,62 @@
+"""``metaplastic doctor``: what runs on this machine and why, checked forward and backward against the reference.
+
+A configuration (operator, backend, device, dtype) that misses its tolerance goes on this machine's block list, and
+``auto`` stops picking it; one that passes comes off the list.
+"""
+
+import time
+import warnings
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from ..ops import accuracy, dispatch
+
+
+class Check(NamedTuple):
+    configuration: str
+    status: str  # "ok", "FAILED" or "unavailable"
+    detail: str
+    largest_error: float | None = None
+    seconds: float | None = None
+
+
+def check_backends() -> Iterator[Check]:
+    """Checks every backend on every device and dtype here, yielding as it goes; renews the block list at the end."""
+    devices = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
+    dispatch.block({})  # so that blocked configurations are measured again
+    failed = {}
+    for op, entries in dispatch.BACKENDS.items():
+        for backend in entries:
+            for device in devices:
+                for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+                    name = dispatch.configuration(op, backend, device, dtype)
+                    if (reason := dispatch.reason_against(op, backend, device, dtype)) is not None:
+                        if dtype == torch.float32:
+                            yield Check(name, "unavailable", reason)
+                        continue
+                    check = _check(op, backend, device, dtype, name)
+                    if check.status == "FAILED":
+                        failed[name] = check.detail
+                    yield check
+    dispatch.block(failed)
+
+
+def _check(op: str, backend: str, device: str, dtype: torch.dtype, name: str) -> Check:
+    began = time.perf_counter()
+    largest, problems = 0.0, []
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for case in accuracy.CASES:
+                errors = accuracy.measure(op, backend, case, dtype, device)
+                largest = max(largest, *errors.values())
+                problems += [
+                    f"{what}: error {error:.1e}" for what, error in accuracy.failures(op, backend, errors, dtype).items()
+                ]
+    except Exception as error:  # whatever a compiler or driver throws is a failed check, not a crash of the doctor
+        problems.append(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+        largest = float("inf")
+    detail = "; ".join(problems) or f"largest relative error {largest:.1e}"
+    return Check(name, "FAILED" if problems else "ok", detail, largest, time.perf_counter() - began)

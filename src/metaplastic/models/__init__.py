@@ -1,0 +1,16 @@
+"""The language model: one configuration and one modeling file for every mixer, native to Hugging Face.
+
+Importing this package registers ``MetaplasticConfig`` and ``MetaplasticForCausalLM`` with ``AutoConfig``,
+``AutoModel`` and ``AutoModelForCausalLM``.
+"""
+
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from .configuration import MetaplasticConfig
+from .modeling import MetaplasticForCausalLM, MetaplasticModel
+
+AutoConfig.register(MetaplasticConfig.model_type, MetaplasticConfig)
+AutoModel.register(MetaplasticConfig, MetaplasticModel)
+AutoModelForCausalLM.register(MetaplasticConfig, MetaplasticForCausalLM)
+
+__all__ = ["MetaplasticConfig", "MetaplasticForCausalLM", "MetaplasticModel"]

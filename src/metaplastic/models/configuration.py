@@ -1,0 +1,122 @@
+"""The configuration of a metaplastic language model: sizes, and one mixer name per layer."""
+
+import inspect
+from typing import Any
+
+from transformers import GenerationConfig, PreTrainedConfig
+
+from ..layers import MIXERS
+
+# What PreTrainedConfig itself takes beside its fields; any other unknown key is an error.
+_HUGGING_FACE_KEYS = {
+    "_attn_implementation_internal",
+    "_commit_hash",
+    "_experts_implementation_internal",
+    "_name_or_path",
+    "attn_implementation",
+    "experts_implementation",
+    "model_type",
+    "name_or_path",
+    "num_labels",
+    "output_attentions",
+    "torch_dtype",
+}
+
+
+class MetaplasticConfig(PreTrainedConfig):
+    """Sizes and mixers of :class:`MetaplasticForCausalLM`.
+
+    Args:
+        vocab_size: number of tokens.
+        hidden_size: width of the residual stream.
+        num_hidden_layers: number of blocks (norm, mixer, residual, and norm, MLP, residual if there is an MLP).
+        mixers: one mixer name per layer, or a single name for all (``metaplastic.layers.MIXERS`` lists them).
+        mixer_options: mixer name -> keyword arguments of its class, e.g. ``{"palimpsa_d": {"num_heads": 16}}``.
+            num_heads defaults to 4, key_size and value_size to hidden_size // num_heads.
+        intermediate_size: width of the SwiGLU MLP; None leaves the MLP out.
+        norm_eps: of every RMS norm.
+        initializer_range: standard deviation of linear and embedding weights (0.02; MQAR: hidden_size^-1/2).
+        tie_word_embeddings: one matrix for embedding and output.
+
+    Raises:
+        ValueError: an unknown key, mixer or option, or sizes that do not fit; the message names it.
+    """
+
+    model_type = "metaplastic"
+    keys_to_ignore_at_inference = ["cache"]
+
+    vocab_size: int = 32000
+    hidden_size: int = 256
+    num_hidden_layers: int = 4
+    mixers: list[str] | tuple[str, ...] | str = "palimpsa_d"
+    mixer_options: dict[str, Any] | None = None
+    intermediate_size: int | None = None
+    norm_eps: float = 1e-5
+    initializer_range: float = 0.02
+    tie_word_embeddings: bool = True
+    use_cache: bool = True
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
+
+    def __post_init__(self, **kwargs):
+        generation = set(GenerationConfig._get_default_generation_params())
+        if unknown := sorted(set(kwargs) - _HUGGING_FACE_KEYS - generation):
+            raise ValueError(f"unknown configuration key {', '.join(map(repr, unknown))}; known: {', '.join(_FIELDS)}")
+        super().__post_init__(**kwargs)
+        for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
+        if self.intermediate_size is not None and self.intermediate_size < 1:
+            raise ValueError(f"intermediate_size must be >= 1, or None for no MLP, got {self.intermediate_size}")
+        if isinstance(self.mixers, str):
+            self.mixers = [self.mixers] * self.num_hidden_layers
+        self.mixers = list(self.mixers)
+        if len(self.mixers) != self.num_hidden_layers:
+            raise ValueError(
+                f"mixers must name one mixer per layer: num_hidden_layers is {self.num_hidden_layers}, "
+                f"got {len(self.mixers)} names"
+            )
+        self.mixer_options = dict(self.mixer_options or {})
+        for name in (*self.mixers, *self.mixer_options):
+            if name not in MIXERS:
+                raise ValueError(f"unknown mixer {name!r}; known: {', '.join(MIXERS)}")
+        for name, options in self.mixer_options.items():
+            known = mixer_option_names(name)
+            if unknown := sorted(set(options) - set(known)):
+                raise ValueError(
+                    f"unknown option {', '.join(map(repr, unknown))} of mixer {name!r}; known: {', '.join(known)}"
+                )
+
+    def mixer_arguments(self, layer_idx: int) -> dict[str, Any]:
+        """The keyword arguments of layer ``layer_idx``'s mixer, defaults filled in."""
+        options = dict(self.mixer_options.get(self.mixers[layer_idx], {}))
+        heads = options.setdefault("num_heads", 4)
+        for size in ("key_size", "value_size"):
+            options.setdefault(size, max(1, self.hidden_size // heads))
+        options.setdefault("norm_eps", self.norm_eps)
+        return {"hidden_size": self.hidden_size} | options
+
+    @property
+    def layer_types(self) -> list[str]:
+        """What Hugging Face's caches need to know of each layer; our own names are in ``mixers``."""
+        return ["linear_attention"] * self.num_hidden_layers
+
+    @property
+    def number_of_conv_states(self) -> int:
+        """How many recurrent states a cache layer must hold (Hugging Face's name for it)."""
+        return max(len(MIXERS[name].memory_type._fields) for name in self.mixers)
+
+
+def mixer_option_names(name: str) -> list[str]:
+    """The options of a mixer: the arguments of its constructors, its bases' included, except hidden_size."""
+    names: dict[str, None] = {}
+    for cls in reversed(MIXERS[name].__mro__):
+        if "__init__" in vars(cls) and cls.__module__.startswith("metaplastic"):
+            for p in inspect.signature(cls.__init__).parameters.values():
+                if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY):
+                    names[p.name] = None
+    return [n for n in names if n not in ("self", "hidden_size")]
+
+
+_FIELDS = [name for name in MetaplasticConfig.__annotations__]

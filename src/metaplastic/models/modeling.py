@@ -1,0 +1,271 @@
+"""The language model: embedding, blocks of (norm, mixer) and optionally (norm, SwiGLU MLP), norm, output.
+
+Everything recurrent is in the mixers; this file only wires them to Hugging Face's conventions.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
+from transformers import initialization as init
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import ModelOutput
+from transformers.utils import can_return_tuple
+
+from ..layers import MIXERS
+from . import cache as states
+from .configuration import MetaplasticConfig
+
+
+@dataclass
+class MetaplasticOutput(ModelOutput):
+    """``last_hidden_state [B, T, D]``, ``cache``, ``hidden_states`` (embedding and each block, if asked for)."""
+
+    last_hidden_state: Tensor | None = None
+    cache: Cache | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+
+
+@dataclass
+class MetaplasticCausalLMOutput(ModelOutput):
+    """``loss``, ``logits [B, T, vocabulary]``, ``cache``, ``hidden_states``."""
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    cache: Cache | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+
+
+class SwiGLU(nn.Module):
+    """``W_down (SiLU(W_gate x) * W_up x)``."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int):
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class MetaplasticBlock(GradientCheckpointingLayer):
+    def __init__(self, config: MetaplasticConfig, layer_idx: int):
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.mixer_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.mixer = MIXERS[config.mixers[layer_idx]](**config.mixer_arguments(layer_idx))
+        self.mlp = None
+        if config.intermediate_size is not None:
+            self.mlp_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+            self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
+
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, cu_seqlens: Tensor | None = None, cache: Cache | None = None
+    ) -> Tensor:
+        state = None if cache is None else states.read(cache, self.layer_idx, self.mixer.memory_type)
+        y, state = self.mixer(self.mixer_norm(x), state, mask=mask, cu_seqlens=cu_seqlens)
+        if cache is not None:
+            states.write(cache, self.layer_idx, state)
+        x = x + y
+        return x if self.mlp is None else x + self.mlp(self.mlp_norm(x))
+
+
+class MetaplasticPreTrainedModel(PreTrainedModel):
+    config_class = MetaplasticConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["MetaplasticBlock"]
+    _can_compile_fullgraph = True
+    _is_stateful = True
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Hugging Face calls this on modules with anything left to initialise, after loading; loaded tensors stay."""
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            # The evidence projection starts at +-rank^-1/2, as published; everything else at initializer_range.
+            if (bound := getattr(module, "uniform_range", None)) is not None:
+                init.uniform_(module.weight, -bound, bound)
+            else:
+                init.normal_(module.weight, std=self.config.initializer_range)
+        elif hasattr(module, "reset_parameters"):
+            own = dict(module.named_parameters(recurse=False))
+            loaded = {n: p.clone() for n, p in own.items() if getattr(p, "_is_hf_initialized", False)}
+            module.reset_parameters()
+            for name, value in loaded.items():
+                own[name].copy_(value)
+
+    @classmethod
+    def from_pretrained(cls, path, *args, strict: bool = True, output_loading_info: bool = False, **kwargs):
+        """As in Hugging Face, but missing or unexpected weights are an error unless ``strict=False``."""
+        model, info = super().from_pretrained(path, *args, output_loading_info=True, **kwargs)
+        problems = {name: sorted(info[name]) for name in ("missing_keys", "unexpected_keys") if info[name]}
+        if strict and problems:
+            found = "; ".join(
+                f"{name.replace('_', ' ')}: {', '.join(keys[:5])}{f' and {len(keys) - 5} more' if len(keys) > 5 else ''}"
+                for name, keys in problems.items()
+            )
+            raise ValueError(f"the checkpoint {str(path)!r} does not fit {cls.__name__}: {found} (strict=False loads it)")
+        return (model, info) if output_loading_info else model
+
+
+class MetaplasticModel(MetaplasticPreTrainedModel):
+    def __init__(self, config: MetaplasticConfig):
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(MetaplasticBlock(config, i) for i in range(config.num_hidden_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def _mask(self, attention_mask: Tensor | None, x: Tensor, cache: Cache | None) -> Tensor | None:
+        """The part of a 2-D mask that covers this call's tokens, as bool; None if it masks nothing."""
+        if attention_mask is None:
+            return None
+        length = x.shape[1]
+        fits = attention_mask.dim() == 2 and attention_mask.shape[0] == x.shape[0]
+        if not fits or not (attention_mask.shape[1] == length or (cache is not None and attention_mask.shape[1] > length)):
+            raise ValueError(
+                f"attention_mask must be [B, T] = {list(x.shape[:2])} (longer with a cache: its last T columns count), "
+                f"got {list(attention_mask.shape)}"
+            )
+        mask = attention_mask[:, attention_mask.shape[1] - length :].bool()
+        if mask.device.type == "cpu" and not torch.compiler.is_compiling() and bool(mask.all()):
+            return None
+        return mask
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        cu_seqlens: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+    ) -> MetaplasticOutput:
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give exactly one of input_ids and inputs_embeds")
+        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        checkpointing = self.gradient_checkpointing and self.training
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training and cu_seqlens is None
+        if (use_cache or cache is not None) and cu_seqlens is not None:
+            raise ValueError("cu_seqlens (packed sequences) cannot be used with a cache: pass use_cache=False")
+        if attention_mask is not None and cu_seqlens is not None:
+            raise ValueError("give attention_mask (padded batch) or cu_seqlens (packed sequences), not both")
+        if (use_cache or cache is not None) and checkpointing:
+            raise ValueError("gradient checkpointing recomputes blocks and cannot write a cache: pass use_cache=False")
+        if use_cache and cache is None:
+            cache = DynamicCache(config=self.config)
+        mask = self._mask(attention_mask, x, cache)
+        if mask is not None:
+            x = x.masked_fill(~mask[..., None], 0)
+        if cache is not None:
+            states.count_tokens(cache, x.shape[1], x.device)
+        hidden_states = [x] if output_hidden_states else None
+        for layer in self.layers:
+            x = layer(x, mask=mask, cu_seqlens=cu_seqlens, cache=cache)
+            if hidden_states is not None:
+                hidden_states.append(x)
+        x = self.norm(x)
+        return MetaplasticOutput(
+            last_hidden_state=x,
+            cache=cache,
+            hidden_states=None if hidden_states is None else (*hidden_states[:-1], x),
+        )
+
+
+class MetaplasticForCausalLM(MetaplasticPreTrainedModel, GenerationMixin):
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    accepts_loss_kwargs = True
+
+    def __init__(self, config: MetaplasticConfig):
+        super().__init__(config)
+        self.model = MetaplasticModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        shift_labels: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        use_cache: bool | None = None,
+        cu_seqlens: Tensor | None = None,
+        logits_to_keep: int | Tensor = 0,
+        output_hidden_states: bool | None = None,
+    ) -> MetaplasticCausalLMOutput:
+        """Next-token logits, and the loss if labels are given.
+
+        Args:
+            input_ids: tokens ``[B, T]``, or ``inputs_embeds [B, T, D]``.
+            attention_mask: ``[B, T]``, non-zero at real tokens, padding anywhere; with a cache it may cover the past.
+            cache: states of an earlier call; updated in place and returned.
+            labels: ``[B, T]``, -100 where nothing is to be predicted; token t predicts ``labels[t + 1]``.
+            shift_labels: labels already shifted: token t predicts ``shift_labels[t]``.
+            num_items_in_batch: divide the summed loss by this instead of this batch's number of labels.
+            cu_seqlens: ``[N + 1]`` offsets of sequences packed along T (then B = 1 and no cache).
+            logits_to_keep: only the last so many positions (0: all), or an index tensor.
+        """
+        outputs = self.model(
+            input_ids, attention_mask, cache, inputs_embeds, use_cache, cu_seqlens, output_hidden_states, return_dict=True
+        )
+        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, keep])
+        loss = None
+        if labels is not None or shift_labels is not None:
+            loss = self.loss_function(
+                logits=logits,
+                labels=labels,
+                vocab_size=self.config.vocab_size,
+                num_items_in_batch=num_items_in_batch,
+                shift_labels=shift_labels,
+            )
+        return MetaplasticCausalLMOutput(
+            loss=loss, logits=logits, cache=outputs.cache, hidden_states=outputs.hidden_states
+        )
+
+    def prepare_inputs_for_generation(self, input_ids, cache=None, attention_mask=None, is_first_iteration=False, **kwargs):
+        """As in Hugging Face, but a single step gets no mask: a new token is never padding."""
+        if not is_first_iteration and cache is not None:
+            attention_mask = None
+        return super().prepare_inputs_for_generation(
+            input_ids, cache=cache, attention_mask=attention_mask, is_first_iteration=is_first_iteration, **kwargs
+        )
+
+    def _prefill(self, input_ids, generation_config, model_kwargs, is_first_iteration=True):
+        """Feeds a saved cache only what it has not seen; Hugging Face feeds all-recurrent caches the whole text again.
+
+        Its convention: the prompt is the whole text so far, or, with an attention_mask that is longer than the prompt,
+        only the new tokens; ``inputs_embeds`` are always the whole text.
+        """
+        cache = model_kwargs.get("cache")
+        if is_first_iteration and cache is not None and (seen := states.tokens_seen(cache)) > 0:
+            embeds, mask = model_kwargs.get("inputs_embeds"), model_kwargs.get("attention_mask")
+            length = (input_ids if embeds is None else embeds).shape[1]
+            # generate() drops a mask of ones and keeps its length in the generation configuration.
+            covered = mask.shape[1] if mask is not None else getattr(generation_config, "_mask_length", length)
+            if covered == length or embeds is not None:
+                if seen >= length:
+                    raise ValueError(
+                        f"cache has seen {seen} tokens but the prompt has only {length}: give the whole text so far "
+                        "plus at least one new token, or only new tokens with an attention_mask over the whole text"
+                    )
+                if embeds is None:
+                    input_ids = input_ids[:, seen:]
+                else:
+                    model_kwargs = model_kwargs | {"inputs_embeds": embeds[:, seen:]}
+        return super()._prefill(input_ids, generation_config, model_kwargs, is_first_iteration)
+
+
+if "_prefill" not in vars(GenerationMixin):  # without it generate() would feed saved caches twice, silently
+    raise ImportError("metaplastic.models needs transformers >= 5.24, < 6 (GenerationMixin._prefill is missing)")

@@ -1,0 +1,12 @@
+"""Fast operators: the same contract as ``rules.*.scan``, several implementations, one dispatcher.
+
+>>> read = ops.palimpsa(q, k, w, beta, g, prior)                # doctest: +SKIP
+>>> read.output, read.state                                     # doctest: +SKIP
+"""
+
+from .additive import additive
+from .contract import MemoryRead, debug_checks
+from .dispatch import backends
+from .palimpsa import palimpsa
+
+__all__ = ["MemoryRead", "additive", "backends", "debug_checks", "palimpsa"]

@@ -1,0 +1,159 @@
+"""How exact each backend is: one tolerance per backend and dtype, and the measurement that tests and ``doctor`` share.
+
+An error is ``max |x - reference| / max |reference|`` over one tensor, the reference being the token-by-token rule in
+float64 on the CPU, fed with the very same (rounded) inputs.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..rules.additive import AdditiveState
+from ..rules.palimpsa import PalimpsaState
+from . import additive, palimpsa
+from .dispatch import BACKENDS
+
+OPERATORS = {"palimpsa": (palimpsa, PalimpsaState), "additive": (additive, AdditiveState)}
+
+
+class Tolerance(NamedTuple):
+    forward: float  # outputs, variances, final states
+    gradient: float  # every gradient, initial states included
+
+
+# float32: rounding of sums over K and over a few hundred tokens. bf16 and fp16: everything is float32 until a result is
+# rounded to that dtype, by 2^-8 and 2^-11 of its value; a gradient may be the sum of two rounded ones.
+_BY_DTYPE = {
+    torch.float64: Tolerance(1e-10, 1e-10),
+    torch.float32: Tolerance(1e-5, 1e-4),
+    torch.bfloat16: Tolerance(4e-3, 8e-3),
+    torch.float16: Tolerance(5e-4, 1e-3),
+}
+TOLERANCES: dict[tuple[str, str], dict[torch.dtype, Tolerance]] = {
+    (op, backend): _BY_DTYPE for op, entries in BACKENDS.items() for backend in entries
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One problem: shapes, how strong the decays are, packed or dense, with or without an initial state."""
+
+    batch: int = 2
+    length: int = 70
+    heads: int = 2
+    key_size: int = 16
+    value_size: int = 24
+    decay: str = "mild"  # "none", "mild", "mixed" (0, -0.1, -50, -1000, -inf side by side) or "per key"
+    offsets: tuple[int, ...] | None = None  # packed sequences; then batch is 1
+    initial: bool = True
+    scale: float = 0.7
+
+    @property
+    def rows(self) -> int:
+        return self.batch if self.offsets is None else len(self.offsets) - 1
+
+
+CASES = (
+    Case(),
+    Case(decay="mixed", batch=1, key_size=5, value_size=3),
+    Case(decay="mixed", batch=1, length=90, offsets=(0, 0, 1, 40, 40, 84)),
+)
+
+
+def example(op: str, case: Case, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> dict:
+    """Keyword arguments for the operator, all requiring gradients. Keys have unit norm, some are zero or equal."""
+    source = torch.Generator().manual_seed(seed)
+    shape = (case.batch, case.length, case.heads)
+
+    def normal(*size):
+        return torch.randn(*size, generator=source, dtype=torch.float64)
+
+    q, k = (torch.nn.functional.normalize(normal(*shape, case.key_size), dim=-1) for _ in range(2))
+    if case.length > 9:
+        k[:, 3], k[:, 7:9] = 0.0, k[:, 6:7]
+    g = -0.2 * torch.rand(*shape, generator=source, dtype=torch.float64)
+    if case.decay == "none":
+        g = torch.zeros_like(g)
+    elif case.decay == "mixed":
+        choices = torch.tensor([0.0, -0.1, -50.0, -1000.0, -torch.inf], dtype=torch.float64)
+        g = choices[torch.multinomial(torch.tensor([5.0, 5, 1, 1, 1]), g.numel(), True, generator=source)].view(shape)
+    elif case.decay == "per key":
+        g = -torch.rand(*shape, case.key_size, generator=source, dtype=torch.float64)
+        g[:, case.length // 2] = -1000.0
+    states = [normal(case.rows, case.heads, case.value_size, case.key_size) for _ in range(2)]
+    inputs = {"q": q, "k": k}
+    if op == "palimpsa":
+        inputs["w"] = normal(*shape, case.value_size)
+        inputs["beta"] = torch.rand(*shape, case.value_size, generator=source, dtype=torch.float64) ** 4 * 3
+        inputs["g"] = g
+        inputs["prior"] = 0.5 + torch.rand(case.heads, generator=source, dtype=torch.float64)
+        states[1] = states[1].abs()
+    else:
+        inputs |= {"v": normal(*shape, case.value_size), "g": g}
+        states = states[:1]
+    state_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    gates = {"g", "prior"}  # always at least float32
+    made = {n: x.to(device, state_dtype if n in gates else dtype).requires_grad_() for n, x in inputs.items()}
+    if case.initial:
+        made["initial_state"] = OPERATORS[op][1](*(s.to(device, state_dtype).requires_grad_() for s in states))
+    if case.offsets is not None:
+        made["cu_seqlens"] = torch.tensor(case.offsets, device=device, dtype=torch.int32)
+    return made | {"scale": case.scale, "output_variance": True}
+
+
+def results(op: str, backend: str, inputs: dict, seed: int = 1) -> dict[str, Tensor]:
+    """Outputs and, through a random weighting of all of them, every gradient: name -> float64 CPU tensor."""
+    operator, state_type = OPERATORS[op]
+    read = operator(**inputs, backend=backend)
+    outputs = {"output": read.output, "variance": read.variance}
+    outputs |= {f"final {name}": x for name, x in zip(state_type._fields, read.state, strict=True)}
+    source = torch.Generator().manual_seed(seed)
+    loss = torch.zeros((), device=read.output.device)
+    for x in outputs.values():
+        # Rounded to bf16, the weights are the same gradient in every dtype: upstream rounding is not the backend's.
+        weights = torch.randn(x.shape, generator=source, dtype=torch.float64).bfloat16()
+        loss = loss + (x.double() * weights.to(x.device, torch.float64)).sum()
+    leaves = {n: x for n, x in inputs.items() if isinstance(x, Tensor) and x.requires_grad}
+    for name, x in zip(state_type._fields, inputs.get("initial_state") or (), strict=False):
+        leaves[f"initial {name}"] = x
+    gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+    found = {f"gradient of {n}": d for n, d in zip(leaves, gradients, strict=True) if d is not None}
+    return {n: x.detach().to("cpu", torch.float64) for n, x in (outputs | found).items()}
+
+
+def as_reference(inputs: dict) -> dict:
+    """The same inputs in float64 on the CPU."""
+
+    def convert(x):
+        if isinstance(x, tuple):
+            return type(x)(*(convert(s) for s in x))
+        if not isinstance(x, Tensor):
+            return x
+        return x.detach().to("cpu", torch.float64).requires_grad_() if x.is_floating_point() else x.cpu()
+
+    return {name: convert(x) for name, x in inputs.items()}
+
+
+def measure(op: str, backend: str, case: Case, dtype: torch.dtype, device: str = "cpu") -> dict[str, float]:
+    """Relative error of every output and gradient of ``backend`` on one case."""
+    inputs = example(op, case, dtype, device)
+    expected = results(op, "reference", as_reference(inputs))
+    found = results(op, backend, inputs)
+    errors = {}
+    for name, reference in expected.items():
+        magnitude = reference.abs().max().item() if reference.numel() else 0.0
+        difference = (found[name] - reference).abs().max().item() if reference.numel() else 0.0
+        errors[name] = difference / max(magnitude, 1e-30) if difference == difference else float("inf")
+    return errors
+
+
+def failures(op: str, backend: str, errors: dict[str, float], dtype: torch.dtype) -> dict[str, float]:
+    """The errors of :func:`measure` that exceed the backend's tolerance."""
+    tolerance = TOLERANCES[op, backend][dtype]
+    return {
+        name: error
+        for name, error in errors.items()
+        if not error <= (tolerance.gradient if name.startswith("gradient") else tolerance.forward)
+    }

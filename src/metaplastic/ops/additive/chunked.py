@@ -1,0 +1,181 @@
+r"""The chunked backend: matrix products in plain PyTorch, on any device, with memory bounded by the chunk.
+
+Inside a chunk with entry state S_0, D[t, s] = exp(g_{s+1} + ... + g_t) and gamma_t = exp(g_1 + ... + g_t), both with a
+trailing key axis when g is per key (written out for one head; x is an elementwise product):
+
+    A[t, s] = sum_k q_t k_s D[t, s]                  y_t   = sum_{s <= t} A[t, s] v_s + S_0 (gamma_t x q_t)
+    S_end   = sum_s v_s (D[end, s] x k_s)^T + S_0 diag(gamma_end)
+
+The gradient of g_u sums every term whose decay contains g_u: pairs s < u <= t, reads of S_0 with t >= u, writes that
+reach the end with s < u, and S_0 itself. Only sums, no differences: exact beside g = -1000. The backward keeps entry
+states of about sqrt(T / C) chunks and recomputes the others.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from ...rules import additive as rule
+from ..chunks import Chunks, chunk_size, segment_sums
+from ..contract import compute_dtype, read_offsets
+from . import check_values
+
+Optional = Tensor | None
+
+
+class _Chunk:
+    """Decays of one chunk. q, k [n, H, C, K], v [n, H, C, V]; g [n, H, C] or [n, H, C, K]; s0 [n, H, V, K]."""
+
+    def __init__(self, k: Tensor, v: Tensor, g: Tensor, s0: Tensor):
+        self.k, self.v = k.transpose(1, 2), v.transpose(1, 2)
+        g = g.transpose(1, 2)
+        self.s0, self.per_key = s0, g.dim() == 4
+        sums = segment_sums(g.mT if self.per_key else g)  # [n, H, (K,) C, C]
+        self.decay = sums.movedim(2, -1).exp() if self.per_key else sums.exp()  # [n, H, C, C, (K)]
+        entry = g.cumsum(2).exp()
+        self.entry = entry if self.per_key else entry[..., None]  # [n, H, C, K or 1]
+        tail = self.decay[:, :, -1]
+        self.tail = tail if self.per_key else tail[..., None]  # D[end, s]
+
+    def final(self) -> Tensor:
+        return self.v.mT @ (self.k * self.tail) + self.s0 * self.entry[:, :, -1, None]
+
+    def scores(self, q: Tensor) -> Tensor:
+        if self.per_key:
+            return torch.einsum("bhtk,bhsk,bhtsk->bhts", q, self.k, self.decay)
+        return (q @ self.k.mT) * self.decay
+
+    def read(self, q: Tensor) -> Tensor:
+        return self.scores(q) @ self.v + (q * self.entry) @ self.s0.mT
+
+    def backward(self, q: Tensor, dy: Tensor, ds: Tensor) -> tuple[Tensor, ...]:
+        """Gradients of q, k, v, g and s0, given those of the outputs [n, H, C, V] and of the final state."""
+        k, v, s0 = self.k, self.v, self.s0
+        d_scores = dy @ v.mT  # [n, H, t, s]
+        dv = self.scores(q).mT @ dy + (k * self.tail) @ ds.mT
+        if self.per_key:
+            weighted = d_scores[..., None] * self.decay  # [n, H, t, s, K]
+            dq_pairs = torch.einsum("bhtsk,bhsk->bhtk", weighted, k)
+            dk_pairs = torch.einsum("bhtsk,bhtk->bhsk", weighted, q)
+            pairs = weighted * q[:, :, :, None] * k[:, :, None]
+        else:
+            weighted = d_scores * self.decay
+            dq_pairs, dk_pairs = weighted @ k, weighted.mT @ q
+            pairs = weighted * (q @ k.mT)
+        reads_s0 = (dy @ s0) * self.entry
+        end = (v @ ds) * self.tail
+        last = self.entry[:, :, -1, None]
+        dg = self._dg(pairs, reads_s0 * q, end * k, (s0 * ds * last).sum(-2))
+        return dq_pairs + reads_s0, dk_pairs + end, dv, dg, (q * self.entry).mT.matmul(dy).mT + ds * last
+
+    def _dg(self, pairs: Tensor, reads: Tensor, writes: Tensor, carried: Tensor) -> Tensor:
+        """pairs [.., t, s, (K)], reads and writes [.., C, K], carried [.., K] -> [.., C, (K)]."""
+        if not self.per_key:
+            reads, writes, carried = reads.sum(-1), writes.sum(-1), carried.sum(-1)
+        later = pairs.flip(2).cumsum(2).flip(2)  # sum over t >= u
+        crossing = later.cumsum(3).diagonal(offset=-1, dim1=2, dim2=3)  # row u, sum over s <= u - 1
+        if self.per_key:
+            crossing = crossing.mT
+        crossing = torch.cat([torch.zeros_like(reads[:, :, :1]), crossing], 2)
+        before = torch.cat([torch.zeros_like(writes[:, :, :1]), writes[:, :, :-1].cumsum(2)], 2)
+        return crossing + reads.flip(2).cumsum(2).flip(2) + before + carried[:, :, None]
+
+
+def _prepare(q, k, v, g, mean, cu_seqlens):
+    offsets = read_offsets("additive", cu_seqlens, q.shape[1])
+    dtype = compute_dtype(q)
+    rows = q.shape[0] if offsets is None else len(offsets) - 1
+    heads, key_size, value_size = q.shape[2], q.shape[3], v.shape[3]
+    s = q.new_zeros((rows, heads, value_size, key_size), dtype=dtype) if mean is None else mean.to(dtype).clone()
+    # Per key the pairwise decays are [C, C, K]; otherwise the chunk only has to keep the [C, C] products small.
+    size = chunk_size(rows * heads * (16 * key_size if g.dim() == 4 else key_size), q.device, 16 if g.dim() == 4 else 64)
+    inputs = [x.to(dtype) for x in (q, k, v, g)]
+    return offsets, inputs, s, Chunks(q.shape[0], q.shape[1], offsets, size, q.device)
+
+
+@torch.library.custom_op("metaplastic::additive_chunked", mutates_args=())
+def apply(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, mean: Optional, cu_seqlens: Optional, scale: float
+) -> tuple[Tensor, Tensor]:
+    offsets, (qs, *inputs), s, chunks = _prepare(q, k, v, g, mean, cu_seqlens)
+    check_values(g, None if offsets is None else int(offsets[-1]))
+    if q.shape[1] == 1 and offsets is None:  # decoding: one step needs none of the chunk's machinery
+        final = rule.step(rule.AdditiveState(s), *(x[:, 0] for x in inputs)).mean
+        return (final @ (qs[:, 0] * scale)[..., None])[..., 0][:, None].to(q.dtype), final
+    output = q.new_zeros(v.shape)
+    for c in range(chunks.count):
+        rows = chunks.rows(c)
+        chunk = _Chunk(*(chunks.take(x, c) for x in inputs), s[rows])
+        chunks.put(output, c, chunk.read(chunks.take(qs, c).transpose(1, 2) * scale).transpose(1, 2))
+        s[rows] = chunk.final()
+    return output, s
+
+
+@apply.register_fake
+def _(q, k, v, g, mean, cu_seqlens, scale):
+    rows = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return q.new_empty(v.shape), q.new_empty((rows, q.shape[2], v.shape[3], q.shape[3]), dtype=compute_dtype(q))
+
+
+@torch.library.custom_op("metaplastic::additive_chunked_backward", mutates_args=())
+def _backward(
+    d_output: Tensor, d_mean: Optional, q: Tensor, k: Tensor, v: Tensor, g: Tensor,
+    mean: Optional, cu_seqlens: Optional, scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    _, (qs, *inputs), s, chunks = _prepare(q, k, v, g, mean, cu_seqlens)
+    ds = torch.zeros_like(s) if d_mean is None else d_mean.to(s.dtype).clone()
+    grads = [torch.zeros_like(x) for x in (q, k, v, g)]
+
+    def entry_states(first: int, last: int) -> list[Tensor]:
+        kept = []
+        for c in range(first, last):
+            rows = chunks.rows(c)
+            kept.append(s[rows].clone())
+            s[rows] = _Chunk(*(chunks.take(x, c) for x in inputs), kept[-1]).final()
+        return kept
+
+    span = max(1, math.isqrt(chunks.count))
+    starts = list(range(0, chunks.count, span))
+    checkpoints = []
+    for first in starts:
+        checkpoints.append(s.clone())
+        entry_states(first, min(first + span, chunks.count))
+    for first, checkpoint in zip(reversed(starts), reversed(checkpoints), strict=True):
+        s.copy_(checkpoint)
+        last = min(first + span, chunks.count)
+        kept = entry_states(first, last)
+        for c in reversed(range(first, last)):
+            rows = chunks.rows(c)
+            chunk = _Chunk(*(chunks.take(x, c) for x in inputs), kept[c - first])
+            dy = chunks.take(d_output, c).to(s.dtype).transpose(1, 2)
+            dq, *others, ds_entry = chunk.backward(chunks.take(qs, c).transpose(1, 2) * scale, dy, ds[rows])
+            for out, value in zip(grads, (dq * scale, *others), strict=True):
+                chunks.put(out, c, value.transpose(1, 2))
+            ds[rows] = ds_entry
+    return *grads, ds
+
+
+@_backward.register_fake
+def _(d_output, d_mean, q, k, v, g, mean, cu_seqlens, scale):
+    rows = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    state = q.new_empty((rows, q.shape[2], v.shape[3], q.shape[3]), dtype=compute_dtype(q))
+    return *(x.new_empty(x.shape) for x in (q, k, v, g)), state
+
+
+def _setup_context(ctx, inputs, output):
+    *tensors, ctx.scale = inputs
+    ctx.save_for_backward(*tensors)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx, d_output, d_mean):
+    *inputs, cu_seqlens = ctx.saved_tensors
+    if d_output is None:
+        d_output = inputs[0].new_zeros(inputs[2].shape)
+    gradients = _backward(d_output, d_mean, *inputs, cu_seqlens, ctx.scale)
+    wanted = [d if x is not None else None for d, x in zip(gradients, inputs, strict=True)]
+    return *wanted, None, None
+
+
+apply.register_autograd(_differentiate, setup_context=_setup_context)

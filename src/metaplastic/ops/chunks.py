@@ -1,0 +1,69 @@
+"""Cutting sequences into chunks: one view of padded batches and packed sequences for every chunked backend.
+
+A dense batch ``[B, T, ...]`` is cut along T. Packed sequences (``B = 1`` and offsets) are cut each from its own start:
+chunk c holds the c-th piece of every sequence that is long enough, padded with zero tokens, which every rule treats
+as the identity. The work is proportional to the number of tokens plus one chunk per sequence, whatever their lengths.
+"""
+
+import torch
+from torch import Tensor
+
+
+class Chunks:
+    """``count`` chunks of at most ``size`` tokens; ``rows(c)`` are the sequences present in chunk c."""
+
+    def __init__(self, batch: int, length: int, offsets: Tensor | None, size: int, device: torch.device):
+        self.size, self.length = size, length
+        self.starts = self.lengths = None
+        if offsets is not None:
+            self.starts = offsets[:-1].to(device)
+            self.lengths = (offsets[1:] - offsets[:-1]).to(device)
+            length = int((offsets[1:] - offsets[:-1]).max()) if offsets.numel() > 1 else 0
+        elif batch == 0:
+            length = 0
+        self.count = -(-length // size)
+
+    def rows(self, c: int) -> slice | Tensor:
+        """Which rows of the state take part in chunk c."""
+        if self.lengths is None:
+            return slice(None)
+        return (self.lengths > c * self.size).nonzero()[:, 0]
+
+    def _index(self, c: int) -> tuple[Tensor, Tensor]:
+        rows = self.rows(c)
+        position = c * self.size + torch.arange(self.size, device=self.starts.device)
+        valid = position < self.lengths[rows, None]
+        return (self.starts[rows, None] + position).where(valid, 0), valid
+
+    def take(self, x: Tensor, c: int) -> Tensor:
+        """Chunk c of ``x [B, T, H, ...]``: ``[rows, size, H, ...]``, zero beyond the end of a packed sequence."""
+        if self.starts is None:
+            return x[:, c * self.size : (c + 1) * self.size]
+        index, valid = self._index(c)
+        return x[0][index].where(valid.view(*valid.shape, *[1] * (x.dim() - 2)), 0)
+
+    def put(self, out: Tensor, c: int, value: Tensor) -> None:
+        """Writes ``value`` (as :meth:`take` gives it) to its place in ``out [B, T, H, ...]``."""
+        if self.starts is None:
+            out[:, c * self.size : (c + 1) * self.size] = value
+        else:
+            index, valid = self._index(c)
+            out[0][index[valid]] = value[valid].to(out.dtype)
+
+
+def chunk_size(elements_per_token: int, device: torch.device, largest: int = 64) -> int:
+    """Tokens per chunk such that one array of this many elements per token stays within 2^21 (CPU: it should stay in
+    the last cache) or 2^26 elements (accelerators: 256 MB in float32); at least 1, at most ``largest``."""
+    budget = 1 << (21 if device.type == "cpu" else 26)
+    return max(1, min(largest, budget // max(1, elements_per_token)))
+
+
+def segment_sums(g: Tensor) -> Tensor:
+    """``g [..., C]`` -> ``[..., C, C]``: entry (t, s) is ``g_{s+1} + ... + g_t`` for s <= t, else -inf.
+
+    A masked cumulative sum, never a difference of two sums: exact beside g = -1000, and -inf is allowed.
+    """
+    length = g.shape[-1]
+    lower = torch.ones(length, length, dtype=torch.bool, device=g.device).tril(-1)
+    sums = g[..., :, None].expand(*g.shape, length).where(lower, 0).cumsum(-2)
+    return sums.where(lower | torch.eye(length, dtype=torch.bool, device=g.device), -torch.inf)

@@ -1,0 +1,150 @@
+"""Which implementation runs: one table of names, one rule for ``auto``, one list of what this machine must not use.
+
+A named backend runs exactly that or raises. ``auto`` takes the first backend of the operator's order that fits the
+device and the dtype, is installed and is not on the machine's block list, and warns once when that is a slow one.
+The block list is a JSON file written by ``metaplastic doctor`` when a backend fails its check (:func:`block`).
+"""
+
+import functools
+import importlib
+import importlib.util
+import json
+import os
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+
+class Backend(NamedTuple):
+    """Where an implementation lives and where it can run."""
+
+    function: str  # "module:function"
+    devices: tuple[str, ...]  # device types; empty: any
+    requires: str | None  # package that must be importable
+    slow: bool  # "auto" warns when it has to fall back to this on a device
+
+
+# In order of preference: "auto" takes the first that fits.
+BACKENDS: dict[str, dict[str, Backend]] = {
+    "palimpsa": {
+        "cpu": Backend("metaplastic.ops.palimpsa.cpu:apply", ("cpu",), "numba", False),
+        "chunked": Backend("metaplastic.ops.palimpsa.chunked:apply", (), None, True),
+        "reference": Backend("metaplastic.ops.palimpsa.reference:apply", (), None, True),
+    },
+    "additive": {
+        "chunked": Backend("metaplastic.ops.additive.chunked:apply", (), None, False),
+        "reference": Backend("metaplastic.ops.additive.reference:apply", (), None, True),
+    },
+}
+
+
+def block_list_path() -> Path:
+    """``blocked.json`` in ``$METAPLASTIC_CACHE``, else in the user's cache folder."""
+    root = os.environ.get("METAPLASTIC_CACHE")
+    if root is None:
+        root = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "metaplastic")
+    return Path(root) / "blocked.json"
+
+
+@functools.cache
+def _blocked() -> frozenset[str]:
+    path = block_list_path()
+    try:
+        return frozenset(json.loads(path.read_text()))
+    except FileNotFoundError:
+        return frozenset()
+    except (OSError, ValueError, TypeError) as error:
+        warnings.warn(f"ignoring the unreadable block list {path}: {error}", stacklevel=2)
+        return frozenset()
+
+
+def configuration(op: str, backend: str, device: str, dtype: torch.dtype) -> str:
+    """The name of one configuration on the block list, e.g. ``palimpsa/cpu/cpu/float32``."""
+    return f"{op}/{backend}/{device}/{str(dtype).removeprefix('torch.')}"
+
+
+def block(configurations: dict[str, str]) -> Path:
+    """Write this machine's block list anew: configuration name -> reason. Atomic. Returns its path."""
+    path = block_list_path()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
+        json.dump(configurations, file, indent=1)
+    os.replace(file.name, path)
+    _blocked.cache_clear()
+    _choose.cache_clear()
+    return path
+
+
+def reason_against(op: str, backend: str, device: str, dtype: torch.dtype) -> str | None:
+    """Why ``backend`` cannot run here, or None if it can."""
+    entry = BACKENDS[op][backend]
+    if entry.devices and device not in entry.devices:
+        return f"runs on {', '.join(entry.devices)} tensors, not on {device}"
+    if entry.requires and importlib.util.find_spec(entry.requires) is None:
+        return f"needs the package {entry.requires}, which is not installed"
+    if configuration(op, backend, device, dtype) in _blocked():
+        return f"failed its check on this machine and is blocked (run `metaplastic doctor`; list: {block_list_path()})"
+    return None
+
+
+@functools.cache
+def _choose(op: str, device: str, dtype: torch.dtype) -> str:
+    reasons = []
+    for name, entry in BACKENDS[op].items():
+        if (reason := reason_against(op, name, device, dtype)) is None:
+            if entry.slow and reasons:
+                warnings.warn(
+                    f"ops.{op} on {device} runs the slow {name!r} backend ({'; '.join(reasons)})", stacklevel=4
+                )
+            return name
+        reasons.append(f"{name}: {reason}")
+    raise RuntimeError(f"ops.{op}: no backend for {dtype} on {device}: {'; '.join(reasons)}")
+
+
+_used: dict[str, set[str]] = {}
+
+
+def used() -> dict[str, list[str]]:
+    """Operator -> the backends that have really run in this process so far."""
+    return {op: sorted(names) for op, names in _used.items()}
+
+
+@functools.cache
+def load(op: str, backend: str) -> Callable:
+    """The function behind a backend; imports its module on first use."""
+    module, function = BACKENDS[op][backend].function.split(":")
+    return getattr(importlib.import_module(module), function)
+
+
+@torch.compiler.assume_constant_result
+def resolve(op: str, backend: str, device: str, dtype: torch.dtype) -> Callable:
+    """The function to call for ``backend`` ("auto" or a name) on this device and dtype; raises if it cannot run."""
+    if backend == "auto":
+        backend = _choose(op, device, dtype)
+    elif backend not in BACKENDS[op]:
+        names = ", ".join(repr(name) for name in ("auto", *BACKENDS[op]))
+        raise ValueError(f"ops.{op}: backend must be one of {names}, got {backend!r}")
+    elif (reason := reason_against(op, backend, device, dtype)) is not None:
+        raise RuntimeError(f"ops.{op}: backend {backend!r} {reason}")
+    _used.setdefault(op, set()).add(backend)
+    return load(op, backend)
+
+
+def backends() -> dict[str, dict[str, str]]:
+    """What exists here: operator -> {"auto on <device>": choice, backend: "ready" or why not}."""
+    devices = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
+    table: dict[str, dict[str, str]] = {}
+    for op, entries in BACKENDS.items():
+        table[op] = {}
+        for device in devices:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                table[op][f"auto on {device}"] = _choose.__wrapped__(op, device, torch.float32)
+            for name in entries:
+                reason = reason_against(op, name, device, torch.float32)
+                table[op][f"{name} on {device}"] = "ready" if reason is None else reason
+    return table

@@ -1,0 +1,13 @@
+"""Update rules: the mathematics of each memory, in plain PyTorch and readable beside the papers.
+
+Every rule file has the same five names: ``State`` (a NamedTuple), ``init_state``, ``step`` (one token),
+``readout`` (mean and variance of what the memory answers) and ``scan`` (a whole sequence, token by token).
+Rules run in the dtype of their inputs, float64 included; autograd differentiates them. They are the reference
+against which every fast implementation in :mod:`metaplastic.ops` is tested.
+"""
+
+from . import additive, palimpsa
+from .additive import AdditiveState
+from .palimpsa import PalimpsaState
+
+__all__ = ["AdditiveState", "PalimpsaState", "additive", "palimpsa"]

@@ -1,0 +1,35 @@
+"""Data that comes with its own scoring: associative recall (`mqar`) and language modelling on text (`text`).
+
+Every task draws from a local seeded generator, so that the same seed gives the same rows whatever else the program
+draws, and every synthetic task has a solver that reads the row alone. Datasets are map-style torch datasets of
+`input_ids` and `labels`, as the Hugging Face Trainer takes them: the model shifts the labels, and -100 marks what is
+not scored. This room imports nothing else of the package.
+"""
+
+from metaplastic.tasks import mqar, text
+from metaplastic.tasks.mqar import MQARConfig, MQARDataset, Score, score
+from metaplastic.tasks.text import (
+    PackedText,
+    byte_tokenizer,
+    collate_packed,
+    load_tokenizer,
+    read_documents,
+    split_documents,
+    standard_library_documents,
+)
+
+__all__ = [
+    "MQARConfig",
+    "MQARDataset",
+    "PackedText",
+    "Score",
+    "byte_tokenizer",
+    "collate_packed",
+    "load_tokenizer",
+    "mqar",
+    "read_documents",
+    "score",
+    "split_documents",
+    "standard_library_documents",
+    "text",
+]

@@ -1,0 +1,21 @@
+import os
+
+import pytest
+import torch
+
+
+def pytest_configure(config):
+    # Workers of a parallel run share the cores; results do not depend on the number of threads.
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _isolated(tmp_path_factory, monkeypatch):
+    """No test reads or writes this user's block list, and each starts from the same random state."""
+    from metaplastic.ops import dispatch
+
+    monkeypatch.setenv("METAPLASTIC_CACHE", str(tmp_path_factory.mktemp("cache")))
+    dispatch._blocked.cache_clear()
+    dispatch._choose.cache_clear()
+    torch.manual_seed(0)
