@@ -25,7 +25,9 @@ Output = Annotated[Path, typer.Option("--output", "-o", help="Folder for everyth
 
 def main() -> None:
     """Entry point: errors a user can mend (bad values, missing files) are one line; anything else is a traceback."""
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[RichHandler(show_path=False, show_time=False)])
+    logging.basicConfig(
+        level=logging.WARNING, format="%(message)s", handlers=[RichHandler(show_path=False, show_time=False)]
+    )
     try:
         app()
     except (ValueError, OSError) as error:
@@ -46,7 +48,9 @@ def _quiet_transformers() -> None:
 
 @app.command()
 def train(
-    files: Annotated[list[str] | None, typer.Argument(help="Text files or folders. None: the standard library.")] = None,
+    files: Annotated[
+        list[str] | None, typer.Argument(help="Text files or folders. None: the standard library.")
+    ] = None,
     output: Output = Path("runs/train"),
     mixer: str = "palimpsa_d",
     model: Annotated[str | None, typer.Option(help="Continue from this saved model instead of a new one.")] = None,

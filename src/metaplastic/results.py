@@ -20,7 +20,16 @@ SCHEMA = 1
 
 def environment() -> dict[str, Any]:
     """Command, commit, device, versions, threads and the backends that have run in this process."""
-    packages = ("metaplastic", "torch", "transformers", "accelerate", "numba", "numpy", "triton", "flash-linear-attention")
+    packages = (
+        "metaplastic",
+        "torch",
+        "transformers",
+        "accelerate",
+        "numba",
+        "numpy",
+        "triton",
+        "flash-linear-attention",
+    )
     versions = {"python": platform.python_version()}
     for name in packages:
         try:

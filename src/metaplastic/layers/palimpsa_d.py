@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from .. import ops
@@ -148,18 +148,19 @@ class PalimpsaDAdditive(nn.Module):
         x: Float[Tensor, "B T D"],
         state: MixerState | None = None,
         *,
-        mask: Bool[Tensor, "B T"] | None = None,
+        mask: Tensor | None = None,
         cu_seqlens: Int[Tensor, "..."] | None = None,
     ) -> AdditiveGates | PalimpsaGates:
         """The inputs of this layer's rule for activations ``x``: replay the rule with them to look at the memory."""
-        return self._project(x, state, mask, cu_seqlens)[0]
+        x, keep = self._enter(x, state, mask, cu_seqlens)
+        return self._project(x, state, keep, cu_seqlens)[0]
 
     def forward(
         self,
         x: Float[Tensor, "B T D"],
         state: MixerState | None = None,
         *,
-        mask: Bool[Tensor, "B T"] | None = None,
+        mask: Tensor | None = None,
         cu_seqlens: Int[Tensor, "..."] | None = None,
     ) -> tuple[Float[Tensor, "B T D"], MixerState]:
         """One call for training, prefill, continuation and decoding.
@@ -173,15 +174,13 @@ class PalimpsaDAdditive(nn.Module):
         Returns:
             y ``[B, T, hidden_size]`` and the new state (N rows when packed).
         """
-        gates, u, convolution = self._project(x, state, mask, cu_seqlens)
+        x, keep = self._enter(x, state, mask, cu_seqlens)
+        gates, u, convolution = self._project(x, state, keep, cu_seqlens)
         read = self._operator(*gates, None if state is None else state.memory, cu_seqlens)
         o = read.output + self.D.to(u.dtype)[:, None] * u
-        o = self.o_norm(o).flatten(2) * F.silu(self.gate_proj(x))
-        y = self.o_proj(o.to(x.dtype) if not torch.is_autocast_enabled(x.device.type) else o)
-        keep = self._kept(x, mask, cu_seqlens)
-        if keep is not None:
-            y = y.masked_fill(~keep, 0)
-        return y, MixerState(convolution, read.state)
+        o = self.o_norm(o.to(self.o_norm.weight.dtype)).flatten(2) * F.silu(self.gate_proj(x))
+        y = self.o_proj(o)
+        return y if keep is None else y.masked_fill(~keep[..., None], 0), MixerState(convolution, read.state)
 
     def _operator(self, q, k, v, g, memory, cu_seqlens) -> ops.MemoryRead:
         return ops.additive(
@@ -191,33 +190,33 @@ class PalimpsaDAdditive(nn.Module):
     def _rule_inputs(self, x: Tensor, q: Tensor, k: Tensor, u: Tensor, strength: Tensor, g: Tensor):
         return AdditiveGates(q, k, u * strength, g)
 
-    @staticmethod
-    def _kept(x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor | None:
-        """Which tokens count, ``[B, T, 1]`` bool, or None if all do."""
-        if mask is not None:
-            return mask.bool()[..., None]
-        if cu_seqlens is not None:
-            return (torch.arange(x.shape[1], device=x.device) < cu_seqlens[-1].to(x.device))[None, :, None]
-        return None
-
-    def _project(self, x, state, mask, cu_seqlens):
-        """The rule's inputs, the ungated values u [B, T, H, V] and the new convolution state."""
+    def _enter(self, x, state, mask, cu_seqlens) -> tuple[Tensor, Tensor | None]:
+        """Checks the arguments; x with zeros at tokens that do not count, and which do ([B, T] bool; None: all)."""
         if x.dim() != 3 or x.shape[-1] != self.hidden_size:
             raise ValueError(f"x must be [B, T, {self.hidden_size}], got {list(x.shape)}")
         if mask is not None and cu_seqlens is not None:
             raise ValueError("give mask (padded batch) or cu_seqlens (packed sequences), not both")
+        if cu_seqlens is not None and x.shape[0] != 1:
+            raise ValueError(f"with cu_seqlens the batch size of x must be 1 (packed along T), got {x.shape[0]}")
         if mask is not None and mask.shape != x.shape[:2]:
             raise ValueError(f"mask must be [B, T] = {list(x.shape[:2])}, got {list(mask.shape)}")
         if state is not None and not isinstance(state, MixerState):
             raise TypeError(f"state must be a MixerState from this layer, got {type(state).__name__}")
-        keep = self._kept(x, mask, cu_seqlens)
-        if keep is not None:
-            x = x.masked_fill(~keep, 0)
+        if mask is not None:
+            keep = mask.bool()
+        elif cu_seqlens is not None:
+            keep = (torch.arange(x.shape[1], device=x.device) < cu_seqlens[-1].to(x.device))[None]
+        else:
+            return x, None
+        return x.masked_fill(~keep[..., None], 0), keep
+
+    def _project(self, x, state, keep, cu_seqlens):
+        """The rule's inputs, the ungated values u [B, T, H, V] and the new convolution state."""
         projected = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
         mixed, convolution = self.conv(
             projected,
             None if state is None else state.convolution,
-            mask=None if mask is None else mask.bool(),
+            mask=keep if cu_seqlens is None else None,
             cu_seqlens=cu_seqlens,
         )
         keys, values = self.num_key_heads * self.key_size, self.num_heads * self.value_size
@@ -231,7 +230,7 @@ class PalimpsaDAdditive(nn.Module):
         dt = F.softplus(self.dt_proj(x).to(dtype) + self.dt_bias.to(dtype))
         g = -self.A_log.to(dtype).exp() * dt
         if keep is not None:
-            strength, g = strength.masked_fill(~keep[..., None], 0), g.masked_fill(~keep, 0)
+            strength, g = strength.masked_fill(~keep[..., None, None], 0), g.masked_fill(~keep[..., None], 0)
         return self._rule_inputs(x, q, k, u, strength, g), u, convolution
 
 

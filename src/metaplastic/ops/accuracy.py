@@ -77,8 +77,8 @@ def example(op: str, case: Case, dtype: torch.dtype, device: str = "cpu", seed: 
     if case.decay == "none":
         g = torch.zeros_like(g)
     elif case.decay == "mixed":
-        choices = torch.tensor([0.0, -0.1, -50.0, -1000.0, -torch.inf], dtype=torch.float64)
-        g = choices[torch.multinomial(torch.tensor([5.0, 5, 1, 1, 1]), g.numel(), True, generator=source)].view(shape)
+        choices = torch.tensor([0.0] * 5 + [-0.1] * 5 + [-50.0, -1000.0, -torch.inf], dtype=torch.float64)
+        g = choices[torch.randint(len(choices), shape, generator=source)]
     elif case.decay == "per key":
         g = -torch.rand(*shape, case.key_size, generator=source, dtype=torch.float64)
         g[:, case.length // 2] = -1000.0
@@ -118,8 +118,11 @@ def results(op: str, backend: str, inputs: dict, seed: int = 1) -> dict[str, Ten
     leaves = {n: x for n, x in inputs.items() if isinstance(x, Tensor) and x.requires_grad}
     for name, x in zip(state_type._fields, inputs.get("initial_state") or (), strict=False):
         leaves[f"initial {name}"] = x
-    gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
-    found = {f"gradient of {n}": d for n, d in zip(leaves, gradients, strict=True) if d is not None}
+    if loss.requires_grad:
+        gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
+    else:  # nothing was computed from any input (no token, no state)
+        gradients = [torch.zeros_like(x) for x in leaves.values()]
+    found = {f"gradient of {n}": d for n, d in zip(leaves, gradients, strict=True)}
     return {n: x.detach().to("cpu", torch.float64) for n, x in (outputs | found).items()}
 
 

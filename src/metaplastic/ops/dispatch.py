@@ -120,9 +120,16 @@ def load(op: str, backend: str) -> Callable:
     return getattr(importlib.import_module(module), function)
 
 
-@torch.compiler.assume_constant_result
+_functions: dict[str, Callable] = {}
+
+
 def resolve(op: str, backend: str, device: str, dtype: torch.dtype) -> Callable:
     """The function to call for ``backend`` ("auto" or a name) on this device and dtype; raises if it cannot run."""
+    return _functions[_resolve(op, backend, device, dtype)]
+
+
+@torch.compiler.assume_constant_result  # torch.compile runs this once, while tracing; only the look-up is in its graph
+def _resolve(op: str, backend: str, device: str, dtype: torch.dtype) -> str:
     if backend == "auto":
         backend = _choose(op, device, dtype)
     elif backend not in BACKENDS[op]:
@@ -131,7 +138,9 @@ def resolve(op: str, backend: str, device: str, dtype: torch.dtype) -> Callable:
     elif (reason := reason_against(op, backend, device, dtype)) is not None:
         raise RuntimeError(f"ops.{op}: backend {backend!r} {reason}")
     _used.setdefault(op, set()).add(backend)
-    return load(op, backend)
+    name = f"{op}/{backend}"
+    _functions[name] = load(op, backend)
+    return name
 
 
 def backends() -> dict[str, dict[str, str]]:

@@ -3,10 +3,9 @@
 import os
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer, set_seed
+from transformers import TextStreamer, set_seed
 
-from .. import models  # noqa: F401  (registers the Auto classes)
-from .run import find_model
+from .saved import find_model, load_model, load_tokenizer
 
 
 def stream(
@@ -21,18 +20,23 @@ def stream(
     """Prints prompt and continuation token by token; returns the continuation. ``temperature`` 0 is greedy."""
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be >= 1, got {max_new_tokens}")
-    if temperature < 0:
+    if not temperature >= 0:
         raise ValueError(f"temperature must be >= 0, got {temperature}")
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p must be in (0, 1], got {top_p}")
+    # A shell hands over bytes that are no text as lone surrogates; in a model's text they would be unknown characters.
+    prompt = prompt.encode(errors="surrogateescape").decode(errors="replace")
     folder = find_model(model)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    network = AutoModelForCausalLM.from_pretrained(folder).to("cuda" if torch.cuda.is_available() else "cpu").eval()
+    tokenizer = load_tokenizer(folder)
+    network = load_model(folder).to("cuda" if torch.cuda.is_available() else "cpu").eval()
     set_seed(seed)
     ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"].long()
     if ids.shape[1] == 0:  # nothing to continue: begin a new document
-        ids = torch.tensor([[tokenizer.bos_token_id]])
-    sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p} if temperature > 0 else {"do_sample": False}
+        begin = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+        ids = torch.tensor([[begin]])
+    sampling = {"do_sample": False}
+    if temperature > 0:
+        sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
     out = network.generate(
         ids.to(network.device),
         max_new_tokens=max_new_tokens,

@@ -1,25 +1,26 @@
 """A language-model run from files to a saved model: what ``metaplastic train`` does."""
 
+import contextlib
 import dataclasses
 import json
 import logging
 import os
-import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers import PreTrainedTokenizerBase, set_seed
 
 from .. import results
 from ..models import MetaplasticConfig, MetaplasticForCausalLM
 from ..tasks import text
-from .trainer import PICKLED_ARGUMENTS, MetaplasticTrainer, last_checkpoint, training_arguments
+from .saved import FINAL, find_model, load_model, load_tokenizer, save_final
+from .trainer import MetaplasticTrainer, checkpoints, last_checkpoint, remove, training_arguments
 
-FINAL = "final"
+RUN, RESULTS = "run.json", "results.json"
+_OF_THE_MODEL = ("mixer", "hidden_size", "layers", "heads", "key_size", "value_size", "intermediate_size")
 logger = logging.getLogger("metaplastic")
 
 
@@ -27,15 +28,17 @@ logger = logging.getLogger("metaplastic")
 class TrainConfig:
     """Everything that decides what a text run computes. Two runs with equal configurations are the same run.
 
-    Data: ``files`` (text files or folders; empty: the Python standard library's texts), ``separator`` between
-    documents of one file, ``tokenizer`` (a name, a folder, or "bytes"), ``held_out`` share of documents for evaluation.
-    Model: ``model`` continues from a saved one; otherwise sizes and ``mixer`` make a new one. ``intermediate_size`` 0
-    leaves the MLP out. Optimisation: AdamW, ``warmup`` steps, then cosine to zero at ``steps``.
+    Data: ``files`` (text files or folders; empty: the Python standard library's texts, up to ``max_bytes``),
+    ``separator`` between documents of one file, ``held_out`` share of documents for evaluation, ``tokenizer`` ("bytes",
+    a folder or a name; None: the one saved with ``model``, or bytes). Model: ``model`` continues from a saved one,
+    whose sizes it has; otherwise sizes and ``mixer`` make a new one. ``intermediate_size`` 0 leaves the MLP out.
+    Optimisation: AdamW, ``warmup`` steps, then cosine to zero at ``steps``. ``eval_every`` and ``save_every`` are in
+    steps, 0 for never (a run is always evaluated and saved at its end).
     """
 
     files: tuple[str, ...] = ()
     separator: str | None = None
-    tokenizer: str = "bytes"
+    tokenizer: str | None = None
     held_out: float = 0.05
     max_bytes: int = 8_000_000
     model: str | None = None
@@ -60,30 +63,44 @@ class TrainConfig:
     compile: bool = False
 
     def __post_init__(self) -> None:
+        files = (self.files,) if isinstance(self.files, (str, os.PathLike)) else self.files
+        object.__setattr__(self, "files", tuple(str(file) for file in files))
         for name in ("hidden_size", "layers", "heads", "block_length", "batch_size", "accumulation", "steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
-        for name in ("warmup", "eval_every", "save_every", "intermediate_size"):
-            if getattr(self, name) < 0:
+        for name in ("warmup", "weight_decay", "eval_every", "save_every", "intermediate_size"):
+            if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
         if not self.learning_rate > 0:
             raise ValueError(f"learning_rate must be > 0, got {self.learning_rate}")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed must be >= 0 and < 2**32, got {self.seed}")
+        if self.model is not None:
+            object.__setattr__(self, "model", str(self.model))
+            for field in dataclasses.fields(self):
+                if field.name in _OF_THE_MODEL and (given := getattr(self, field.name)) != field.default:
+                    raise ValueError(f"{field.name} is given by the saved model, got {given!r}: leave out one of them")
 
 
 def train(config: TrainConfig, output: str | os.PathLike, *, overwrite: bool = False) -> dict[str, Any]:
     """Trains, evaluates and saves to ``output``; resumes a run of the same configuration from its last checkpoint.
 
     Writes ``run.json`` (the configuration), ``checkpoint-N`` folders, ``final`` (model and tokenizer) and
-    ``results.json``. Returns the content of the latter. An ``output`` that holds another run is refused unless
-    ``overwrite``.
+    ``results.json``. Returns the content of the latter; a finished run is not run again. An ``output`` that holds
+    another run is refused unless ``overwrite``, which starts afresh.
     """
     output = Path(output)
-    _claim(config, output, overwrite)
-    # Everything that can be wrong with the input is found before anything is computed.
-    tokenizer = text.load_tokenizer(config.tokenizer)
+    same = _holds_this_run(config, output, overwrite)
+    if same and (output / RESULTS).is_file() and (output / FINAL).is_dir():
+        logger.warning("%s holds this run, finished: nothing to do", output)
+        return json.loads((output / RESULTS).read_text())
+    # Everything that can be wrong with the input is found before the folder is claimed or anything computed.
+    tokenizer = load_tokenizer(config.tokenizer or (find_model(config.model) if config.model else "bytes"))
     train_blocks, eval_blocks = _blocks(config, tokenizer)
     set_seed(config.seed)
     model = _model(config, tokenizer)
+    if not same:
+        _claim(config, output)
     arguments = training_arguments(
         output,
         max_steps=config.steps,
@@ -118,8 +135,10 @@ def train(config: TrainConfig, output: str | os.PathLike, *, overwrite: bool = F
     began = time.perf_counter()
     trainer.train(resume_from_checkpoint=checkpoint)
     seconds = time.perf_counter() - began
+    first = int(checkpoint.rsplit("-", 1)[1]) if checkpoint else 0
     evaluations = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
-    fresh = evaluations and evaluations[-1]["step"] == trainer.state.global_step
+    # Of a run that was killed after its last step nothing has run here, and the results say what did.
+    fresh = evaluations and evaluations[-1]["step"] == trainer.state.global_step > first
     metrics = evaluations[-1] if fresh else trainer.evaluate()
     save_final(trainer, output)
     measured = {
@@ -129,81 +148,86 @@ def train(config: TrainConfig, output: str | os.PathLike, *, overwrite: bool = F
         "tokens_seen": int(trainer.state.num_input_tokens_seen),
         "parameters": sum(p.numel() for p in model.parameters()),
         "seconds_this_call": round(seconds, 2),
-        "steps_this_call": trainer.state.global_step - (int(checkpoint.rsplit("-", 1)[1]) if checkpoint else 0),
+        "steps_this_call": trainer.state.global_step - first,
         "dropped_tokens": train_blocks.dropped_tokens + eval_blocks.dropped_tokens,
         "history": trainer.state.log_history,
     }
     settings = dataclasses.asdict(config) | {"learning_rates_tried": [config.learning_rate]}
     result = results.record("train", measured, seeds=[config.seed], settings=settings)
-    results.write_json(output / "results.json", result)
+    results.write_json(output / RESULTS, result)
     return result
 
 
-def save_final(trainer: MetaplasticTrainer, output: Path) -> None:
-    """The model and its tokenizer as ``output/final``, whole or not at all."""
-    staging = output / f".{FINAL}"
-    if trainer.args.should_save:
-        shutil.rmtree(staging, ignore_errors=True)
-    trainer.save_model(str(staging))
-    if trainer.args.should_save:
-        (staging / PICKLED_ARGUMENTS).unlink(missing_ok=True)
-        if (output / FINAL).exists():
-            shutil.rmtree(output / FINAL)
-        os.replace(staging, output / FINAL)
-
-
-def find_model(path: str | os.PathLike) -> Path:
-    """The folder to load from: ``path`` itself, or for a run its ``final`` model, else its last checkpoint."""
-    path = Path(path)
-    if (path / "config.json").is_file():
-        return path
-    if (path / FINAL / "config.json").is_file():
-        return path / FINAL
-    if checkpoint := last_checkpoint(path):
-        return Path(checkpoint)
-    raise FileNotFoundError(f"no model at {path}: expected a folder with config.json, or a run of `metaplastic train`")
-
-
-def _claim(config: TrainConfig, output: Path, overwrite: bool) -> None:
-    """Makes ``output`` this run's folder, or refuses if it holds another run or foreign files."""
-    wanted = json.loads(json.dumps(dataclasses.asdict(config)))
-    file = output / "run.json"
-    if file.is_file() and not overwrite:
-        found = json.loads(file.read_text())
-        if different := sorted(k for k in wanted.keys() | found.keys() if wanted.get(k) != found.get(k)):
-            changes = ", ".join(f"{k}: {found.get(k)!r} there, {wanted.get(k)!r} now" for k in different)
-            raise ValueError(f"output {output} holds another run ({changes}): choose another folder or overwrite it")
-        return
+def _holds_this_run(config: TrainConfig, output: Path, overwrite: bool) -> bool:
+    """Whether ``output`` is this run's folder already; raises if it must not become so."""
+    advice = "choose another output, or overwrite (--overwrite)"
     if output.exists() and not output.is_dir():
-        raise ValueError(f"output {output} is a file, expected a folder")
-    if output.is_dir() and any(output.iterdir()):
-        if not overwrite:
-            raise ValueError(f"output {output} is not empty and holds no run of ours: choose another folder")
-        if not file.is_file():
-            raise ValueError(f"output {output} holds no run of ours and is not overwritten: choose another folder")
-        for old in (*output.glob("checkpoint-*"), output / FINAL):
-            shutil.rmtree(old, ignore_errors=True)
-    results.write_json(file, wanted)
+        raise ValueError(f"output: {output} is a file, expected a folder")
+    found = _read_run(output / RUN)
+    if found is None:
+        if output.is_dir() and any(not file.name.startswith(".") for file in output.iterdir()):
+            raise ValueError(f"output: {output} has files but no run of ours, expected a new or empty folder")
+        return False
+    if overwrite:
+        return False
+    wanted = json.loads(json.dumps(dataclasses.asdict(config)))
+    if different := sorted(k for k in wanted.keys() | found.keys() if wanted.get(k) != found.get(k)):
+        changes = ", ".join(f"{k} was {found.get(k)!r} and is {wanted.get(k)!r}" for k in different)
+        raise ValueError(f"output: {output} holds another run ({changes}): {advice}")
+    return True
+
+
+def _read_run(file: Path) -> dict[str, Any] | None:
+    """The configuration of the run in a folder, or None if there is none (or another program's file of that name)."""
+    try:
+        found = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) and found.keys() >= {"mixer", "block_length", "steps"} else None
+
+
+def _claim(config: TrainConfig, output: Path) -> None:
+    """Makes ``output`` this run's folder. Of what is there, only what a run writes is deleted."""
+    (output / RESULTS).unlink(missing_ok=True)
+    for old in (*checkpoints(output), output / FINAL):
+        if old.is_dir():
+            remove(old)
+    results.write_json(output / RUN, dataclasses.asdict(config))
+
+
+@contextlib.contextmanager
+def _named(theirs: str, ours: str) -> Iterator[None]:
+    """In errors of the text room, the name of our argument instead of its own."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        error.args = (str(error).replace(theirs, ours, 1),)
+        raise
 
 
 def _blocks(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[text.PackedText, text.PackedText]:
-    documents: Sequence[text.Document]
     if config.files:
-        documents = text.read_documents(config.files, separator=config.separator)
+        with _named("paths", "files"):
+            documents = text.read_documents(config.files, separator=config.separator)
     else:
         documents = text.standard_library_documents(max_bytes=config.max_bytes)
     training, held_out = text.split_documents(documents, config.held_out, config.seed)
-    return tuple(text.PackedText(part, tokenizer, config.block_length) for part in (training, held_out))
+    train_blocks = text.PackedText(training, tokenizer, config.block_length)
+    with _named("documents", "held-out documents"):
+        return train_blocks, text.PackedText(held_out, tokenizer, config.block_length)
 
 
-def _model(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+def _model(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> MetaplasticForCausalLM:
     if config.model is not None:
-        model = AutoModelForCausalLM.from_pretrained(find_model(config.model))
+        folder = find_model(config.model)
+        model = load_model(folder)
+        advice = "leave tokenizer out, or give the one it was trained with"
+        own = load_tokenizer(folder) if (folder / "tokenizer_config.json").is_file() else tokenizer
+        if own.get_vocab() != tokenizer.get_vocab():
+            raise ValueError(f"tokenizer: {config.tokenizer!r} is not the one saved with model {folder}: {advice}")
         if model.config.vocab_size < len(tokenizer):
-            raise ValueError(
-                f"model {config.model} has a vocabulary of {model.config.vocab_size} tokens, "
-                f"tokenizer {config.tokenizer!r} has {len(tokenizer)}: give the tokenizer it was trained with"
-            )
+            sizes = f"has {len(tokenizer)} tokens, model {folder} {model.config.vocab_size}"
+            raise ValueError(f"tokenizer: {config.tokenizer!r} {sizes}: {advice}")
         return model
     options = {"num_heads": config.heads, "key_size": config.key_size, "value_size": config.value_size}
     return MetaplasticForCausalLM(

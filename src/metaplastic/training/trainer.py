@@ -1,14 +1,17 @@
-"""The Hugging Face Trainer, with four things mended.
+"""The Hugging Face Trainer, mended.
 
 * Parameters that mixers list in ``no_weight_decay`` (A_log, dt_bias, D, b_scale, prior_log) get no weight decay.
 * A checkpoint is written to a staging folder and renamed when complete: a killed process leaves a whole one or none.
+* A run resumed from a checkpoint logs and computes what the undisturbed one does, and stops where that stops.
 * ``evaluate`` averages over tokens, so that the loss does not depend on the batch size or the last, smaller batch.
 * Logs carry tokens per second, and the progress bar shows them beside the loss.
 """
 
 import json
+import logging
 import math
 import os
+import re
 import shutil
 import time
 from pathlib import Path
@@ -19,15 +22,41 @@ from torch import nn
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
-from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
 
 STAGING = ".staging"
-PICKLED_ARGUMENTS = "training_args.bin"  # Hugging Face writes it and nothing of ours reads it: no pickles in our folders
+PICKLED_ARGUMENTS = (
+    "training_args.bin"  # Hugging Face writes it and nothing of ours reads it: no pickles in our folders
+)
+SECONDS_BETWEEN_LINES = 30
+logger = logging.getLogger("metaplastic")
+
+
+def checkpoints(folder: str | os.PathLike) -> list[Path]:
+    """The checkpoints of a run, oldest first. All are complete: incomplete ones never carry a checkpoint's name."""
+    found = {
+        int(m[1]): p for p in Path(folder).glob("checkpoint-*") if (m := re.fullmatch(r"checkpoint-(\d+)", p.name))
+    }
+    return [found[step] for step in sorted(found) if found[step].is_dir()]
 
 
 def last_checkpoint(folder: str | os.PathLike) -> str | None:
-    """The newest complete checkpoint of a run, or None. (Incomplete ones are never under a checkpoint's name.)"""
-    return get_last_checkpoint(str(folder)) if os.path.isdir(folder) else None
+    """The newest checkpoint of a run, or None."""
+    found = checkpoints(folder)
+    return str(found[-1]) if found else None
+
+
+def remove(folder: Path) -> None:
+    """Deletes a folder of a run; it loses its name first, so that a process killed meanwhile leaves no half of it."""
+    aside = folder.with_name(f"{STAGING}-{folder.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    os.replace(folder, aside)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def clear_staging(run: str | os.PathLike) -> None:
+    """Deletes what a killed process was writing or deleting in a run's folder."""
+    for left in Path(run).glob(f"{STAGING}*"):
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def training_arguments(output: str | os.PathLike, **overrides: Any) -> TrainingArguments:
@@ -38,34 +67,18 @@ def training_arguments(output: str | os.PathLike, **overrides: Any) -> TrainingA
         "remove_unused_columns": False,
         "include_num_input_tokens_seen": "all",
         "logging_steps": 10,
+        "logging_nan_inf_filter": False,  # it would log a past average in place of a NaN
         "disable_tqdm": False,
         "dataloader_pin_memory": torch.cuda.is_available(),
+        "use_cpu": not torch.accelerator.is_available(),  # or Hugging Face refuses bf16 where there is only a CPU
         "adam_beta2": 0.95,
         "weight_decay": 0.1,
         "max_grad_norm": 1.0,
         "save_total_limit": 2,
         "label_names": ["labels"],
+        "use_cache": True,  # of the saved model; in training ours writes no cache anyway
     }
     return TrainingArguments(**(defaults | overrides))
-
-
-class _Progress(ProgressCallback):
-    """Hugging Face's progress bar, with loss and speed on the bar instead of one printed line per log."""
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        if self.training_bar is None or not state.is_world_process_zero or not logs:
-            return
-        shown = {
-            name: f"{logs[key]:{form}}"
-            for name, key, form in (
-                ("loss", "loss", ".4f"),
-                ("eval_loss", "eval_loss", ".4f"),
-                ("tokens/s", "tokens_per_second", ",.0f"),
-            )
-            if key in logs
-        }
-        if shown:
-            self.training_bar.set_postfix(shown)
 
 
 class MetaplasticTrainer(Trainer):
@@ -75,12 +88,10 @@ class MetaplasticTrainer(Trainer):
         super().__init__(*args, **kwargs)
         self._staged = False
         self._clock: tuple[float, int] | None = None  # time and tokens at the last log
-        if self.args.should_save:
-            shutil.rmtree(os.path.join(self.args.output_dir, STAGING), ignore_errors=True)
+        bar = self.pop_callback(ProgressCallback) is not None
         self.pop_callback(PrinterCallback)
-        if self.pop_callback(ProgressCallback) is not None:
-            self.add_callback(_Progress)
-        self.add_callback(_Clock(self))
+        self.add_callback(_Bar if bar else _Lines)
+        self.add_callback(_Course(self))
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         spared = {
@@ -91,11 +102,12 @@ class MetaplasticTrainer(Trainer):
         return [name for name in super().get_decay_parameter_names(model) if name not in spared]
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Adds the speed since the last log (``start_time`` would add Hugging Face's, which counts evaluations)."""
         if "loss" in logs and self._clock is not None:
             now, tokens = time.perf_counter(), int(self.state.num_input_tokens_seen)
             logs["tokens_per_second"] = round((tokens - self._clock[1]) / max(now - self._clock[0], 1e-9), 1)
             self._clock = (now, tokens)
-        super().log(logs, start_time)
+        super().log(logs)
 
     @torch.no_grad()
     def evaluate(
@@ -108,25 +120,45 @@ class MetaplasticTrainer(Trainer):
         model = self.model
         training = model.training
         model.eval()
+        loader = self.get_eval_dataloader(eval_dataset)
+        if self.args.world_size > 1 and not self.is_fsdp_enabled:  # sharded models must do the same number of batches
+            loader.batch_sampler.even_batches = False  # or some rows are counted twice
+        self.callback_handler.eval_dataloader = loader
         total, count = 0.0, 0
-        for inputs in self.get_eval_dataloader(eval_dataset):
+        for inputs in loader:
             inputs = self._prepare_inputs(inputs)
             predicted = int((inputs["labels"][..., 1:] != -100).sum())
-            with self.compute_loss_context_manager():
+            with self.accelerator.autocast():
                 loss = model(**inputs, num_items_in_batch=1, use_cache=False).loss
             total, count = total + float(loss), count + predicted
+            self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
         model.train(training)
         if self.args.world_size > 1:
             totals = self.accelerator.reduce(torch.tensor([total, count], dtype=torch.float64, device=self.args.device))
             total, count = float(totals[0]), int(totals[1])
         if count == 0:
-            raise ValueError("the evaluation set has no token to predict")
+            raise ValueError("eval_dataset has no token to predict: all labels are -100, or there are no rows")
         loss = total / count
         metrics = {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "tokens": count}
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
         self.log(dict(metrics))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
+
+    def _run_epoch(self, *args, **kwargs) -> None:
+        """Resumed at its last step, Hugging Face's loop would take one step more."""
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+        else:
+            super()._run_epoch(*args, **kwargs)
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """A checkpoint that does not fit is an error. A tied weight is saved under one of its names only."""
+        tied = getattr(self.model, "all_tied_weights_keys", {})
+        missing, unexpected = sorted(set(load_result.missing_keys) - set(tied)), sorted(load_result.unexpected_keys)
+        if missing or unexpected:
+            found = f"{len(missing)} weights missing {missing[:3]}, {len(unexpected)} unexpected {unexpected[:3]}"
+            raise ValueError(f"the checkpoint does not fit the model: {found}")
 
     def _get_output_dir(self, trial) -> str:
         folder = super()._get_output_dir(trial)
@@ -150,36 +182,90 @@ class MetaplasticTrainer(Trainer):
                 _flush(file)
             _flush(staged)
             if (run / name).exists():  # from an earlier attempt at the same step
-                os.replace(run / name, run / STAGING / f"{name}.old")
+                remove(run / name)
             os.replace(staged, run / name)
             _flush(run)
-            shutil.rmtree(run / STAGING, ignore_errors=True)
-            best = self.state.best_model_checkpoint
-            rotate_checkpoints(str(run), self.args.save_total_limit, best_model_checkpoint=best)
+            clear_staging(run)
+            self._rotate(run)
         self.accelerator.wait_for_everyone()
 
     def _mend_best_checkpoint(self, staged: Path, run: Path) -> None:
-        """The best checkpoint's path, noted while in the staging folder, must be the one after the rename."""
-        best = self.state.best_global_step
-        if not best:
+        """The best checkpoint's path, if it is the one in the staging folder, must be that after the rename."""
+        if Path(self.state.best_model_checkpoint or "") != staged:
             return
-        self.state.best_model_checkpoint = str(run / f"checkpoint-{best}")
+        self.state.best_model_checkpoint = str(run / staged.name)
         file = staged / "trainer_state.json"
         state = json.loads(file.read_text())
         state["best_model_checkpoint"] = self.state.best_model_checkpoint
         file.write_text(json.dumps(state, indent=2, sort_keys=True) + "\n")
 
+    def _rotate(self, run: Path) -> None:
+        """Keeps ``save_total_limit`` checkpoints, the newest and the best among them."""
+        found = checkpoints(run)
+        best = Path(self.state.best_model_checkpoint or "").name
+        spare = [checkpoint for checkpoint in found[:-1] if checkpoint.name != best]
+        surplus = len(found) - (self.args.save_total_limit or len(found))
+        for old in spare[: max(surplus, 0)]:
+            remove(old)
 
-class _Clock(TrainerCallback):
-    """Starts the speed measurement when training starts and restarts it after evaluations and saves."""
+
+class _Course(TrainerCallback):
+    """Clears what a killed process left, measures speed between logs, and logs at every checkpoint."""
 
     def __init__(self, trainer: MetaplasticTrainer):
         self.trainer = trainer
 
+    def on_train_begin(self, args, state, control, **kwargs):
+        if args.should_save:
+            clear_staging(args.output_dir)
+        self._restart(args, state, control)
+
     def _restart(self, args, state, control, **kwargs):
         self.trainer._clock = (time.perf_counter(), int(state.num_input_tokens_seen))
 
-    on_train_begin = on_evaluate = on_save = _restart
+    on_evaluate = on_save = _restart  # neither is training
+
+    def on_step_end(self, args, state, control, **kwargs):
+        # A logged loss is an average since the last log; a resumed run knows only what came after its checkpoint.
+        control.should_log |= control.should_save
+
+    on_epoch_end = on_step_end
+
+
+def _shown(logs: dict[str, float]) -> dict[str, str]:
+    """What a person watching a run wants of a log entry."""
+    forms = {"loss": ".4f", "eval_loss": ".4f", "tokens_per_second": ",.0f"}
+    return {name.replace("_per_second", "/s"): f"{logs[name]:{form}}" for name, form in forms.items() if name in logs}
+
+
+class _Bar(ProgressCallback):
+    """Hugging Face's progress bar, with losses and speed on the bar instead of one printed line per log."""
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        super().on_train_begin(args, state, control, **kwargs)
+        self.shown: dict[str, str] = {}
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if self.training_bar is not None and (shown := _shown(logs or {})):
+            self.shown |= shown
+            self.training_bar.set_postfix(self.shown)
+
+
+class _Lines(TrainerCallback):
+    """Without a bar (no terminal): a line in the log for each evaluation, and now and then in between."""
+
+    def __init__(self):
+        self.shown: dict[str, str] = {}
+        self.last = time.monotonic()
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if not state.is_world_process_zero or not (shown := _shown(logs or {})):
+            return
+        self.shown |= shown
+        if "eval_loss" in shown or time.monotonic() - self.last >= SECONDS_BETWEEN_LINES:
+            self.last = time.monotonic()
+            what = ", ".join(f"{name} {value}" for name, value in self.shown.items())
+            logger.info("step %d of %d: %s", state.global_step, state.max_steps, what)
 
 
 def _flush(path: Path) -> None:
