@@ -3,12 +3,14 @@
 import logging
 import os
 import sys
+import warnings
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.logging import RichHandler
+from rich.markup import escape
 from rich.table import Table
 
 app = typer.Typer(
@@ -25,15 +27,18 @@ Output = Annotated[Path, typer.Option("--output", "-o", help="Folder for everyth
 
 def main() -> None:
     """Entry point: errors a user can mend (bad values, missing files) are one line; anything else is a traceback."""
-    logging.basicConfig(
-        level=logging.WARNING, format="%(message)s", handlers=[RichHandler(show_path=False, show_time=False)]
-    )
+    messages = Console(stderr=True)  # stdout is for what was asked for
+    handler = RichHandler(console=messages, show_path=False, show_time=False, show_level=False)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler])
+    logging.getLogger("metaplastic").setLevel(logging.INFO)
+    warnings.showwarning = lambda message, *_, **__: logging.warning("warning: %s", message)
     try:
         app()
     except (ValueError, OSError) as error:
         if os.environ.get("METAPLASTIC_TRACEBACK"):
             raise
-        Console(stderr=True).print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        line = " ".join(f"error: {error}".split())
+        messages.print(line, style="red", markup=False, highlight=False, soft_wrap=True)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
@@ -54,7 +59,9 @@ def train(
     output: Output = Path("runs/train"),
     mixer: str = "palimpsa_d",
     model: Annotated[str | None, typer.Option(help="Continue from this saved model instead of a new one.")] = None,
-    tokenizer: Annotated[str, typer.Option(help='"bytes", a folder or a Hugging Face name.')] = "bytes",
+    tokenizer: Annotated[
+        str | None, typer.Option(help='"bytes", a folder or a Hugging Face name. None: the saved model\'s, or bytes.')
+    ] = None,
     separator: Annotated[str | None, typer.Option(help="What separates documents within a file.")] = None,
     held_out: Annotated[float, typer.Option(help="Share of documents kept for evaluation.")] = 0.05,
     hidden_size: int = 128,
@@ -78,13 +85,13 @@ def train(
     overwrite: Annotated[bool, typer.Option(help="Replace another run in the output folder.")] = False,
 ) -> None:
     """Train a language model on text. Run it again to resume after an interruption."""
-    arguments = dict(locals())
+    arguments: dict[str, Any] = dict(locals())
     _quiet_transformers()
     from .training import TrainConfig, train
 
     output, overwrite = arguments.pop("output"), arguments.pop("overwrite")
-    config = TrainConfig(**(arguments | {"files": tuple(files or ())}))
-    result = train(config, output, overwrite=overwrite)["measurements"]
+    arguments["files"] = tuple(files or ())
+    result = train(TrainConfig(**arguments), output, overwrite=overwrite)["measurements"]
     _print_table(
         "Trained",
         ("held-out loss (nats/token)", f"{result['eval_loss']:.4f}"),
@@ -131,7 +138,7 @@ def doctor() -> None:
             status.update(f"checked {check.configuration}")
             style = {"ok": "green", "FAILED": "bold red"}.get(check.status, "dim")
             seconds = "" if check.seconds is None else f"{check.seconds:.1f}"
-            table.add_row(check.configuration, f"[{style}]{check.status}[/]", check.detail, seconds)
+            table.add_row(check.configuration, f"[{style}]{check.status}[/]", escape(check.detail), seconds)
             failed += check.status == "FAILED"
     console.print(table)
     rows = [(f"{op}: {what}", how) for op, entries in ops.backends().items() for what, how in entries.items()]
@@ -184,7 +191,7 @@ def _number(value: object) -> str:
 def _print_table(title: str, *rows: tuple[str, object]) -> None:
     table = Table(title=title, title_justify="left", show_header=False)
     for name, value in rows:
-        table.add_row(str(name), str(value))
+        table.add_row(escape(str(name)), escape(str(value)))
     console.print(table)
 
 

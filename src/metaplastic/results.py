@@ -68,25 +68,32 @@ def write_json(path: str | os.PathLike, content: Any) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(content, indent=1, default=str) + "\n"
     with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.chmod(file.name, 0o644)
-    os.replace(file.name, path)
+        try:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+            os.chmod(file.name, 0o644)
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise
     return path
 
 
 def _commit() -> str | None:
     """The commit of the source tree this package runs from, with ``-dirty`` if it has changes; None outside git."""
-    here = Path(__file__).resolve().parent
-    try:
-        run = subprocess.run(
-            ["git", "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"],
-            cwd=here, capture_output=True, text=True, timeout=10, check=True,
-        )  # fmt: skip
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return run.stdout.strip() or None
+    here = Path(__file__).resolve()
+    # The first command fails where the package is merely installed somewhere inside another project's tree.
+    commands = ["ls-files --error-unmatch " + here.name, "describe --always --abbrev=40 --dirty --exclude=*"]
+    output = ""
+    for command in commands:
+        try:
+            output = subprocess.check_output(
+                ["git", *command.split()], cwd=here.parent, stderr=subprocess.DEVNULL, text=True, timeout=10
+            )
+        except (OSError, subprocess.SubprocessError):
+            return None
+    return output.strip() or None
 
 
 def _processor() -> str:

@@ -159,9 +159,9 @@ class MetaplasticModel(MetaplasticPreTrainedModel):
             raise ValueError("give attention_mask (padded batch) or cu_seqlens (packed sequences), not both")
         if (use_cache or cache is not None) and checkpointing:
             raise ValueError("gradient checkpointing recomputes blocks and cannot write a cache: pass use_cache=False")
+        mask = self._mask(attention_mask, x, cache)
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
-        mask = self._mask(attention_mask, x, cache)
         if mask is not None:
             x = x.masked_fill(~mask[..., None], 0)
         if cache is not None:
@@ -234,12 +234,19 @@ class MetaplasticForCausalLM(MetaplasticPreTrainedModel, GenerationMixin):
             loss=loss, logits=logits, cache=outputs.cache, hidden_states=outputs.hidden_states
         )
 
-    def prepare_inputs_for_generation(self, input_ids, cache=None, attention_mask=None, is_first_iteration=False, **kwargs):
+    def prepare_inputs_for_generation(
+        self, input_ids, cache=None, attention_mask=None, inputs_embeds=None, is_first_iteration=False, **kwargs
+    ):
         """As in Hugging Face, but a single step gets no mask: a new token is never padding."""
         if not is_first_iteration and cache is not None:
             attention_mask = None
         return super().prepare_inputs_for_generation(
-            input_ids, cache=cache, attention_mask=attention_mask, is_first_iteration=is_first_iteration, **kwargs
+            input_ids,
+            cache=cache,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            is_first_iteration=is_first_iteration,
+            **kwargs,
         )
 
     def _prefill(self, input_ids, generation_config, model_kwargs, is_first_iteration=True):

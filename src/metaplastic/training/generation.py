@@ -1,6 +1,7 @@
 """Text from a saved model, streamed to the terminal as it comes: what ``metaplastic generate`` does."""
 
 import os
+from typing import Any
 
 import torch
 from transformers import TextStreamer, set_seed
@@ -28,7 +29,9 @@ def stream(
     prompt = prompt.encode(errors="surrogateescape").decode(errors="replace")
     folder = find_model(model)
     tokenizer = load_tokenizer(folder)
-    network = load_model(folder).to("cuda" if torch.cuda.is_available() else "cpu").eval()
+    network: Any = load_model(folder).eval()
+    if torch.cuda.is_available():
+        network.cuda()
     set_seed(seed)
     ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"].long()
     if ids.shape[1] == 0:  # nothing to continue: begin a new document
@@ -44,4 +47,4 @@ def stream(
         pad_token_id=tokenizer.pad_token_id,
         **sampling,
     )
-    return tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+    return str(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))

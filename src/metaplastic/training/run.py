@@ -17,7 +17,7 @@ from .. import results
 from ..models import MetaplasticConfig, MetaplasticForCausalLM
 from ..tasks import text
 from .saved import FINAL, find_model, load_model, load_tokenizer, save_final
-from .trainer import MetaplasticTrainer, checkpoints, last_checkpoint, remove, training_arguments
+from .trainer import MetaplasticTrainer, checkpoints, last_checkpoint, remove, step_of, training_arguments
 
 RUN, RESULTS = "run.json", "results.json"
 _OF_THE_MODEL = ("mixer", "hidden_size", "layers", "heads", "key_size", "value_size", "intermediate_size")
@@ -135,7 +135,7 @@ def train(config: TrainConfig, output: str | os.PathLike, *, overwrite: bool = F
     began = time.perf_counter()
     trainer.train(resume_from_checkpoint=checkpoint)
     seconds = time.perf_counter() - began
-    first = int(checkpoint.rsplit("-", 1)[1]) if checkpoint else 0
+    first = step_of(checkpoint) if checkpoint else 0
     evaluations = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
     # Of a run that was killed after its last step nothing has run here, and the results say what did.
     fresh = evaluations and evaluations[-1]["step"] == trainer.state.global_step > first
@@ -230,6 +230,7 @@ def _model(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Metaplast
             raise ValueError(f"tokenizer: {config.tokenizer!r} {sizes}: {advice}")
         return model
     options = {"num_heads": config.heads, "key_size": config.key_size, "value_size": config.value_size}
+    special: Any = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     return MetaplasticForCausalLM(
         MetaplasticConfig(
             vocab_size=len(tokenizer),
@@ -238,8 +239,6 @@ def _model(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Metaplast
             mixers=config.mixer,
             mixer_options={config.mixer: {k: v for k, v in options.items() if v is not None}},
             intermediate_size=config.intermediate_size or None,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
+            **special,
         )
     )

@@ -44,7 +44,7 @@ def load_model(path: str | os.PathLike) -> MetaplasticForCausalLM:
     return model
 
 
-def load_tokenizer(source: str | os.PathLike) -> PreTrainedTokenizerBase:
+def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
     """As :func:`metaplastic.tasks.text.load_tokenizer`, with an error of one line."""
     try:
         return text.load_tokenizer(source)

@@ -24,19 +24,20 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 STAGING = ".staging"
-PICKLED_ARGUMENTS = (
-    "training_args.bin"  # Hugging Face writes it and nothing of ours reads it: no pickles in our folders
-)
+PICKLED_ARGUMENTS = "training_args.bin"  # Hugging Face writes it, nothing of ours reads it: no pickles in our folders
 SECONDS_BETWEEN_LINES = 30
 logger = logging.getLogger("metaplastic")
 
 
 def checkpoints(folder: str | os.PathLike) -> list[Path]:
     """The checkpoints of a run, oldest first. All are complete: incomplete ones never carry a checkpoint's name."""
-    found = {
-        int(m[1]): p for p in Path(folder).glob("checkpoint-*") if (m := re.fullmatch(r"checkpoint-(\d+)", p.name))
-    }
-    return [found[step] for step in sorted(found) if found[step].is_dir()]
+    found = [path for path in Path(folder).glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
+    return sorted(filter(Path.is_dir, found), key=step_of)
+
+
+def step_of(checkpoint: str | os.PathLike) -> int:
+    """The number of optimiser steps before a checkpoint, from its name."""
+    return int(os.fspath(checkpoint).rsplit("-", 1)[1])
 
 
 def last_checkpoint(folder: str | os.PathLike) -> str | None:
@@ -117,10 +118,10 @@ class MetaplasticTrainer(Trainer):
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
         """Mean negative log-likelihood per predicted token (nats), its exponential, and the number of tokens."""
-        model = self.model
+        model: Any = self.model
         training = model.training
         model.eval()
-        loader = self.get_eval_dataloader(eval_dataset)
+        loader: Any = self.get_eval_dataloader(eval_dataset)
         if self.args.world_size > 1 and not self.is_fsdp_enabled:  # sharded models must do the same number of batches
             loader.batch_sampler.even_batches = False  # or some rows are counted twice
         self.callback_handler.eval_dataloader = loader
@@ -217,7 +218,7 @@ class _Course(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         if args.should_save:
-            clear_staging(args.output_dir)
+            clear_staging(args.output_dir or ".")
         self._restart(args, state, control)
 
     def _restart(self, args, state, control, **kwargs):
