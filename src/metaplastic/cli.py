@@ -22,16 +22,16 @@ app = typer.Typer(
 bench = typer.Typer(help="Measure speed and memory on this machine.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 console = Console()
+logger = logging.getLogger("metaplastic")
 Output = Annotated[Path, typer.Option("--output", "-o", help="Folder for everything the command writes.")]
 
 
 def main() -> None:
     """Entry point: errors a user can mend (bad values, missing files) are one line; anything else is a traceback."""
     messages = Console(stderr=True)  # stdout is for what was asked for
-    handler = RichHandler(console=messages, show_path=False, show_time=False, show_level=False)
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler])
-    logging.getLogger("metaplastic").setLevel(logging.INFO)
-    warnings.showwarning = lambda message, *_, **__: logging.warning("warning: %s", message)
+    logger.addHandler(RichHandler(console=messages, show_path=False, show_time=False, show_level=False))
+    logger.setLevel(logging.INFO)
+    warnings.showwarning = lambda message, *_, **__: logger.warning("warning: %s", message)
     try:
         app()
     except (ValueError, OSError) as error:
@@ -45,8 +45,10 @@ def main() -> None:
 
 
 def _quiet_transformers() -> None:
+    from huggingface_hub.utils import logging as hub_logging
     from transformers.utils import logging as transformers_logging
 
+    hub_logging.set_verbosity_error()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()  # of loading and writing files; training has its own
 
@@ -91,7 +93,11 @@ def train(
 
     output, overwrite = arguments.pop("output"), arguments.pop("overwrite")
     arguments["files"] = tuple(files or ())
-    result = train(TrainConfig(**arguments), output, overwrite=overwrite)["measurements"]
+    try:
+        result = train(TrainConfig(**arguments), output, overwrite=overwrite)["measurements"]
+    except KeyboardInterrupt:
+        logger.warning("interrupted: the same command goes on from the last checkpoint in %s, if there is one", output)
+        raise
     _print_table(
         "Trained",
         ("held-out loss (nats/token)", f"{result['eval_loss']:.4f}"),
@@ -131,7 +137,7 @@ def doctor() -> None:
     _print_table("This machine", *about["device"].items(), *about["versions"].items())
     table = Table(title="Backends", title_justify="left")
     for column in ("configuration", "status", "detail", "seconds"):
-        table.add_column(column, overflow="fold")
+        table.add_column(column, overflow="fold", no_wrap=column == "configuration")
     failed = 0
     with console.status("checking every backend, forward and backward") as status:
         for check in check_backends():

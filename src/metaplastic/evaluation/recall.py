@@ -20,12 +20,14 @@ def recall(model: PreTrainedModel, dataset: MQARDataset, *, batch_size: int = 64
     model.eval()
     positions, pairs = dataset.query_positions, dataset.config.pairs
     answers = dataset.input_ids[:, 1 : 2 * pairs : 2].long()
-    hits = []
+    hits, head = [], model.get_output_embeddings()
+    if head is None:
+        raise ValueError(f"model must be a causal language model with output embeddings, got {type(model).__name__}")
     for start in range(0, len(dataset), batch_size):
         rows = slice(start, start + batch_size)
         hidden = model.base_model(input_ids=dataset[rows]["input_ids"].to(model.device), use_cache=False)[0]
         asked = positions[rows, :, None].to(model.device).expand(-1, -1, hidden.shape[-1])
-        predicted = model.get_output_embeddings()(hidden.gather(1, asked)).argmax(-1).cpu()
+        predicted = head(hidden.gather(1, asked)).argmax(-1).cpu()
         hits.append(predicted == answers[rows])
     model.train(training)
     hit, age = torch.cat(hits).flatten().float(), dataset.distance.flatten().float()

@@ -129,7 +129,7 @@ class PalimpsaDAdditive(nn.Module):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draws the parameters held directly by this module (not those of its submodules)."""
-        nn.init.uniform_(self.A_log, *self.decay_range)
+        nn.init.uniform_(self.A_log, self.decay_range[0], self.decay_range[1])
         self.A_log.clamp_(min=1e-4).log_()  # A = 0 would never forget and have no gradient through exp(A_log)
         low, high = self.dt_range
         nn.init.uniform_(self.dt_bias, math.log(low), math.log(high)).exp_()
@@ -275,7 +275,7 @@ class PalimpsaD(PalimpsaDAdditive):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         super().reset_parameters()
-        nn.init.uniform_(self.b_scale, *self._beta_scale_range)
+        nn.init.uniform_(self.b_scale, self._beta_scale_range[0], self._beta_scale_range[1])
         nn.init.constant_(self.prior_log, math.log(self._prior))
 
     def _rule_inputs(self, x, q, k, u, strength, g) -> PalimpsaGates:

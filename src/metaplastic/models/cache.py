@@ -10,6 +10,8 @@ from transformers import Cache
 
 from ..layers.palimpsa_d import MixerState
 
+_COUNT = "tokens_seen"  # attribute of the cache, a tensor: counting never waits for the device
+
 
 def read(cache: Cache, layer_idx: int, memory_type: type) -> MixerState | None:
     """The state of one layer, or None before its first token."""
@@ -25,22 +27,22 @@ def write(cache: Cache, layer_idx: int, state: MixerState) -> None:
     cache.update_conv_state(state.convolution.transpose(1, 2), layer_idx)
     for i, memory in enumerate(state.memory):
         cache.update_recurrent_state(memory, layer_idx, i)
-    layer = cache.layers[layer_idx]
-    for i in layer.has_previous_state:
-        layer.has_previous_state[i] = True
+    written = cache.layers[layer_idx].has_previous_state  # pyright: ignore[reportAttributeAccessIssue]
+    for i in written:
+        written[i] = True
 
 
 def count_tokens(cache: Cache, new: int, device: torch.device) -> None:
     """Adds ``new`` tokens to the cache's count. To be called before the layers write their states."""
-    if not has_tokens(cache):  # new, or emptied by reset()
-        cache.tokens_seen = torch.zeros((), dtype=torch.int64, device=device)
-    cache.tokens_seen = cache.tokens_seen + new
+    before = getattr(cache, _COUNT) if has_tokens(cache) else torch.zeros((), dtype=torch.int64, device=device)
+    setattr(cache, _COUNT, before + new)
 
 
 def has_tokens(cache: Cache) -> bool:
-    return getattr(cache, "tokens_seen", None) is not None and cache.has_previous_state(0)
+    """False for a cache that is new or was emptied by reset()."""
+    return getattr(cache, _COUNT, None) is not None and cache.has_previous_state(0)
 
 
 def tokens_seen(cache: Cache | None) -> int:
     """How many tokens (padding included) the cache has been fed; reads a value from the device."""
-    return int(cache.tokens_seen) if cache is not None and has_tokens(cache) else 0
+    return int(getattr(cache, _COUNT)) if cache is not None and has_tokens(cache) else 0

@@ -90,7 +90,7 @@ class MetaplasticConfig(PreTrainedConfig):
 
     def mixer_arguments(self, layer_idx: int) -> dict[str, Any]:
         """The keyword arguments of layer ``layer_idx``'s mixer, defaults filled in."""
-        options = dict(self.mixer_options.get(self.mixers[layer_idx], {}))
+        options = dict((self.mixer_options or {}).get(self.mixers[layer_idx], {}))
         heads = options.setdefault("num_heads", 4)
         for size in ("key_size", "value_size"):
             options.setdefault(size, max(1, self.hidden_size // heads))

@@ -4,6 +4,7 @@ Everything recurrent is in the mixers; this file only wires them to Hugging Face
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -90,17 +91,18 @@ class MetaplasticPreTrainedModel(PreTrainedModel):
                 init.uniform_(module.weight, -bound, bound)
             else:
                 init.normal_(module.weight, std=self.config.initializer_range)
-        elif hasattr(module, "reset_parameters"):
+        elif callable(reset := getattr(module, "reset_parameters", None)):
             own = dict(module.named_parameters(recurse=False))
             loaded = {n: p.clone() for n, p in own.items() if getattr(p, "_is_hf_initialized", False)}
-            module.reset_parameters()
+            reset()
             for name, value in loaded.items():
                 own[name].copy_(value)
 
     @classmethod
     def from_pretrained(cls, path, *args, strict: bool = True, output_loading_info: bool = False, **kwargs):
         """As in Hugging Face, but missing or unexpected weights are an error unless ``strict=False``."""
-        model, info = super().from_pretrained(path, *args, output_loading_info=True, **kwargs)
+        loaded: Any = super().from_pretrained(path, *args, output_loading_info=True, **kwargs)
+        model, info = loaded
         problems = {name: sorted(info[name]) for name in ("missing_keys", "unexpected_keys") if info[name]}
         if strict and problems:
             found = "; ".join(
@@ -240,7 +242,7 @@ class MetaplasticForCausalLM(MetaplasticPreTrainedModel, GenerationMixin):
         """As in Hugging Face, but a single step gets no mask: a new token is never padding."""
         if not is_first_iteration and cache is not None:
             attention_mask = None
-        return super().prepare_inputs_for_generation(
+        return super().prepare_inputs_for_generation(  # pyright: ignore[reportAttributeAccessIssue]
             input_ids,
             cache=cache,
             attention_mask=attention_mask,
@@ -271,7 +273,8 @@ class MetaplasticForCausalLM(MetaplasticPreTrainedModel, GenerationMixin):
                     input_ids = input_ids[:, seen:]
                 else:
                     model_kwargs = model_kwargs | {"inputs_embeds": embeds[:, seen:]}
-        return super()._prefill(input_ids, generation_config, model_kwargs, is_first_iteration)
+        prefill = super()._prefill  # pyright: ignore[reportAttributeAccessIssue]
+        return prefill(input_ids, generation_config, model_kwargs, is_first_iteration)
 
 
 if "_prefill" not in vars(GenerationMixin):  # without it generate() would feed saved caches twice, silently

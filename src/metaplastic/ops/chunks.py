@@ -5,6 +5,9 @@ chunk c holds the c-th piece of every sequence that is long enough, padded with 
 as the identity. The work is proportional to the number of tokens plus one chunk per sequence, whatever their lengths.
 """
 
+import math
+from collections.abc import Callable, Iterator
+
 import torch
 from torch import Tensor
 
@@ -13,42 +16,73 @@ class Chunks:
     """``count`` chunks of at most ``size`` tokens; ``rows(c)`` are the sequences present in chunk c."""
 
     def __init__(self, batch: int, length: int, offsets: Tensor | None, size: int, device: torch.device):
-        self.size, self.length = size, length
-        self.starts = self.lengths = None
+        self.size = size
+        self.packed: tuple[Tensor, Tensor] | None = None  # first token and length of every sequence
         if offsets is not None:
-            self.starts = offsets[:-1].to(device)
-            self.lengths = (offsets[1:] - offsets[:-1]).to(device)
-            length = int((offsets[1:] - offsets[:-1]).max()) if offsets.numel() > 1 else 0
+            lengths = offsets[1:] - offsets[:-1]
+            self.packed = offsets[:-1].to(device), lengths.to(device)
+            length = int(lengths.max()) if lengths.numel() else 0
         elif batch == 0:
             length = 0
         self.count = -(-length // size)
 
     def rows(self, c: int) -> slice | Tensor:
         """Which rows of the state take part in chunk c."""
-        if self.lengths is None:
+        if self.packed is None:
             return slice(None)
-        return (self.lengths > c * self.size).nonzero()[:, 0]
+        return (self.packed[1] > c * self.size).nonzero()[:, 0]
 
-    def _index(self, c: int) -> tuple[Tensor, Tensor]:
+    def _index(self, starts: Tensor, lengths: Tensor, c: int) -> tuple[Tensor, Tensor]:
         rows = self.rows(c)
-        position = c * self.size + torch.arange(self.size, device=self.starts.device)
-        valid = position < self.lengths[rows, None]
-        return (self.starts[rows, None] + position).where(valid, 0), valid
+        position = c * self.size + torch.arange(self.size, device=starts.device)
+        valid = position < lengths[rows, None]
+        return (starts[rows, None] + position).where(valid, 0), valid
 
     def take(self, x: Tensor, c: int) -> Tensor:
         """Chunk c of ``x [B, T, H, ...]``: ``[rows, size, H, ...]``, zero beyond the end of a packed sequence."""
-        if self.starts is None:
+        if self.packed is None:
             return x[:, c * self.size : (c + 1) * self.size]
-        index, valid = self._index(c)
+        index, valid = self._index(*self.packed, c)
         return x[0][index].where(valid.view(*valid.shape, *[1] * (x.dim() - 2)), 0)
 
     def put(self, out: Tensor, c: int, value: Tensor) -> None:
         """Writes ``value`` (as :meth:`take` gives it) to its place in ``out [B, T, H, ...]``."""
-        if self.starts is None:
+        if self.packed is None:
             out[:, c * self.size : (c + 1) * self.size] = value
         else:
-            index, valid = self._index(c)
+            index, valid = self._index(*self.packed, c)
             out[0][index[valid]] = value[valid].to(out.dtype)
+
+    def walk_back(
+        self, state: list[Tensor], advance: Callable[[int, list[Tensor]], list[Tensor]]
+    ) -> Iterator[tuple[int, list[Tensor]]]:
+        """Yields every chunk, last first, with the state its rows enter it with.
+
+        ``advance(c, entry)`` gives the state after chunk c. States are recomputed from about sqrt(count) checkpoints
+        of ``state``, which is overwritten.
+        """
+
+        def run(first: int, last: int) -> list[list[Tensor]]:
+            entries = []
+            for c in range(first, last):
+                rows = self.rows(c)
+                entries.append([s[rows].clone() for s in state])
+                for s, new in zip(state, advance(c, entries[-1]), strict=True):
+                    s[rows] = new
+            return entries
+
+        span = max(16, math.isqrt(self.count))
+        checkpoints = []
+        for first in range(0, self.count, span):
+            checkpoints.append((first, [s.clone() for s in state]))
+            if first + span < self.count:
+                run(first, first + span)
+        for first, checkpoint in reversed(checkpoints):
+            for s, saved in zip(state, checkpoint, strict=True):
+                s.copy_(saved)
+            entries = run(first, min(first + span, self.count))
+            while entries:
+                yield first + len(entries) - 1, entries.pop()
 
 
 def chunk_size(elements_per_token: int, device: torch.device, largest: int = 64) -> int:

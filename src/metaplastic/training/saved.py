@@ -1,5 +1,6 @@
 """What a run leaves behind: where its model is, how to read it, how to write it whole."""
 
+import logging
 import os
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from ..tasks import text
 from .trainer import PICKLED_ARGUMENTS, STAGING, MetaplasticTrainer, clear_staging, last_checkpoint, remove
 
 FINAL = "final"
+logger = logging.getLogger("metaplastic")
 
 
 def find_model(path: str | os.PathLike) -> Path:
@@ -46,6 +48,8 @@ def load_model(path: str | os.PathLike) -> MetaplasticForCausalLM:
 
 def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
     """As :func:`metaplastic.tasks.text.load_tokenizer`, with an error of one line."""
+    if str(source) != "bytes" and not os.path.exists(source):
+        logger.info("asking the Hugging Face hub for the tokenizer %s", source)
     try:
         return text.load_tokenizer(source)
     except OSError as error:

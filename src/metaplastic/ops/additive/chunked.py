@@ -7,11 +7,9 @@ trailing key axis when g is per key (written out for one head; x is an elementwi
     S_end   = sum_s v_s (D[end, s] x k_s)^T + S_0 diag(gamma_end)
 
 The gradient of g_u sums every term whose decay contains g_u: pairs s < u <= t, reads of S_0 with t >= u, writes that
-reach the end with s < u, and S_0 itself. Only sums, no differences: exact beside g = -1000. The backward keeps entry
-states of about sqrt(T / C) chunks and recomputes the others.
+reach the end with s < u, and S_0 itself. Only sums, no differences: exact beside g = -1000. The backward recomputes
+states from about sqrt(T / C) checkpoints.
 """
-
-import math
 
 import torch
 from torch import Tensor
@@ -88,17 +86,18 @@ def _prepare(q, k, v, g, mean, cu_seqlens):
     rows = q.shape[0] if offsets is None else len(offsets) - 1
     heads, key_size, value_size = q.shape[2], q.shape[3], v.shape[3]
     s = q.new_zeros((rows, heads, value_size, key_size), dtype=dtype) if mean is None else mean.to(dtype).clone()
-    # Per key the pairwise decays are [C, C, K]; otherwise the chunk only has to keep the [C, C] products small.
-    size = chunk_size(rows * heads * (16 * key_size if g.dim() == 4 else key_size), q.device, 16 if g.dim() == 4 else 64)
-    inputs = [x.to(dtype) for x in (q, k, v, g)]
-    return offsets, inputs, s, Chunks(q.shape[0], q.shape[1], offsets, size, q.device)
+    # The pairwise decays are [C, C], or [C, C, K] per key; 32 is the fastest on a CPU, 64 fills an accelerator better.
+    largest = 16 if g.dim() == 4 else 32 if q.device.type == "cpu" else 64
+    size = chunk_size(rows * heads * key_size * (16 if g.dim() == 4 else 1), q.device, largest)
+    qs, *inputs = (x.to(dtype) for x in (q, k, v, g))
+    return offsets, qs, inputs, s, Chunks(q.shape[0], q.shape[1], offsets, size, q.device)
 
 
 @torch.library.custom_op("metaplastic::additive_chunked", mutates_args=())
 def apply(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, mean: Optional, cu_seqlens: Optional, scale: float
 ) -> tuple[Tensor, Tensor]:
-    offsets, (qs, *inputs), s, chunks = _prepare(q, k, v, g, mean, cu_seqlens)
+    offsets, qs, inputs, s, chunks = _prepare(q, k, v, g, mean, cu_seqlens)
     check_values(g, None if offsets is None else int(offsets[-1]))
     if q.shape[1] == 1 and offsets is None:  # decoding: one step needs none of the chunk's machinery
         final = rule.step(rule.AdditiveState(s), *(x[:, 0] for x in inputs)).mean
@@ -106,7 +105,7 @@ def apply(
     output = q.new_zeros(v.shape)
     for c in range(chunks.count):
         rows = chunks.rows(c)
-        chunk = _Chunk(*(chunks.take(x, c) for x in inputs), s[rows])
+        chunk = _Chunk(*[chunks.take(x, c) for x in inputs], s0=s[rows])
         chunks.put(output, c, chunk.read(chunks.take(qs, c).transpose(1, 2) * scale).transpose(1, 2))
         s[rows] = chunk.final()
     return output, s
@@ -123,37 +122,23 @@ def _backward(
     d_output: Tensor, d_mean: Optional, q: Tensor, k: Tensor, v: Tensor, g: Tensor,
     mean: Optional, cu_seqlens: Optional, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    _, (qs, *inputs), s, chunks = _prepare(q, k, v, g, mean, cu_seqlens)
+    _, qs, inputs, s, chunks = _prepare(q, k, v, g, mean, cu_seqlens)
     ds = torch.zeros_like(s) if d_mean is None else d_mean.to(s.dtype).clone()
     grads = [torch.zeros_like(x) for x in (q, k, v, g)]
 
-    def entry_states(first: int, last: int) -> list[Tensor]:
-        kept = []
-        for c in range(first, last):
-            rows = chunks.rows(c)
-            kept.append(s[rows].clone())
-            s[rows] = _Chunk(*(chunks.take(x, c) for x in inputs), kept[-1]).final()
-        return kept
+    def advance(c: int, entry: list[Tensor]) -> list[Tensor]:
+        return [_Chunk(*(chunks.take(x, c) for x in inputs), *entry).final()]
 
-    span = max(1, math.isqrt(chunks.count))
-    starts = list(range(0, chunks.count, span))
-    checkpoints = []
-    for first in starts:
-        checkpoints.append(s.clone())
-        entry_states(first, min(first + span, chunks.count))
-    for first, checkpoint in zip(reversed(starts), reversed(checkpoints), strict=True):
-        s.copy_(checkpoint)
-        last = min(first + span, chunks.count)
-        kept = entry_states(first, last)
-        for c in reversed(range(first, last)):
-            rows = chunks.rows(c)
-            chunk = _Chunk(*(chunks.take(x, c) for x in inputs), kept[c - first])
-            dy = chunks.take(d_output, c).to(s.dtype).transpose(1, 2)
-            dq, *others, ds_entry = chunk.backward(chunks.take(qs, c).transpose(1, 2) * scale, dy, ds[rows])
-            for out, value in zip(grads, (dq * scale, *others), strict=True):
-                chunks.put(out, c, value.transpose(1, 2))
-            ds[rows] = ds_entry
-    return *grads, ds
+    for c, entry in chunks.walk_back([s], advance):
+        rows = chunks.rows(c)
+        chunk = _Chunk(*(chunks.take(x, c) for x in inputs), *entry)
+        dy = chunks.take(d_output, c).to(s.dtype).transpose(1, 2)
+        dq, *others, ds_entry = chunk.backward(chunks.take(qs, c).transpose(1, 2) * scale, dy, ds[rows])
+        for out, value in zip(grads, (dq * scale, *others), strict=True):
+            chunks.put(out, c, value.transpose(1, 2))
+        ds[rows] = ds_entry
+    dq, dk, dv, dg = grads
+    return dq, dk, dv, dg, ds
 
 
 @_backward.register_fake

@@ -12,20 +12,21 @@ def apply(q, k, v, g, mean, cu_seqlens, scale):
     offsets = read_offsets("additive", cu_seqlens, q.shape[1])
     check_values(g, None if offsets is None else int(offsets[-1]))
     dtype = compute_dtype(q)
-    inputs = [x.to(dtype) for x in (q, k, v, g)]
+    inputs = tuple(x.to(dtype) for x in (q, k, v, g))
     if mean is None:
         rows = q.shape[0] if offsets is None else len(offsets) - 1
         start = rule.init_state(rows, q.shape[2], v.shape[3], q.shape[3], dtype=dtype, device=q.device)
     else:
         start = rule.AdditiveState(mean)
     if offsets is None:
-        output, _, final = rule.scan(*inputs, start, scale)
+        output, _, final = rule.scan(*inputs, state=start, scale=scale)
         # A scan over no tokens returns the initial state itself: states are values, so hand out a copy.
         return output.to(q.dtype), final.mean.clone() if final.mean is start.mean else final.mean
     edges = offsets.tolist()
     outputs, finals = [], [start.mean[:0]]
     for n, (a, b) in enumerate(zip(edges, edges[1:], strict=False)):
-        output, _, final = rule.scan(*(x[:, a:b] for x in inputs), rule.AdditiveState(start.mean[n : n + 1]), scale)
+        alone = rule.AdditiveState(start.mean[n : n + 1])
+        output, _, final = rule.scan(*(x[:, a:b] for x in inputs), state=alone, scale=scale)
         outputs.append(output)
         finals.append(final.mean)
     outputs.append(torch.zeros_like(inputs[2][:, edges[-1] :]))

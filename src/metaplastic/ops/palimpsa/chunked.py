@@ -14,7 +14,7 @@ The gradients of a chunk (dM, dJ at its end given; n_t = (dy_t q_t^T) R_t, n2_t 
 
 dg is taken directly rather than by a reverse sum of differences: exact beside g = -1000.
 About eight arrays [B, C, H, V, K] live at once; C shrinks as B H V K grows. The backward recomputes states from
-about sqrt(T / C) checkpoints instead of keeping one per chunk.
+about sqrt(T / C) checkpoints instead of keeping them all.
 """
 
 import math
@@ -56,25 +56,26 @@ class _Chunk:
 
 
 def _prepare(tensors: tuple[Tensor, ...], state: tuple, offsets: Tensor | None, dtype: torch.dtype):
-    """Inputs in the compute dtype, private copies of the states, and the chunking."""
+    """q and the other inputs in the compute dtype, private copies of the states, and the chunking."""
     q, _, w = tensors[:3]
     rows = q.shape[0] if offsets is None else len(offsets) - 1
     shape = (rows, q.shape[2], w.shape[3], q.shape[3])
     states = [q.new_zeros(shape, dtype=dtype) if s is None else s.to(dtype).clone() for s in state]
     size = chunk_size(math.prod(shape), q.device)
-    return [x.to(dtype) for x in tensors], states, Chunks(q.shape[0], q.shape[1], offsets, size, q.device)
+    q, *inputs = (x.to(dtype) for x in tensors)
+    return q, inputs, states, Chunks(q.shape[0], q.shape[1], offsets, size, q.device)
 
 
 def forward(q, k, w, beta, g, prior, information, excess_precision, offsets, scale, output_variance):
     dtype = compute_dtype(q)
     state = (information, excess_precision)
-    (qs, *inputs), (m, j), chunks = _prepare((q, k, w, beta, g), state, offsets, dtype)
+    qs, inputs, (m, j), chunks = _prepare((q, k, w, beta, g), state, offsets, dtype)
     prior = prior.to(dtype)[:, None, None, None]
     output = q.new_zeros(w.shape)
     variance = q.new_zeros(w.shape if output_variance else (0,), dtype=dtype)
     for c in range(chunks.count):
         rows = chunks.rows(c)
-        chunk = _Chunk(*(chunks.take(x, c) for x in inputs), m[rows], j[rows])
+        chunk = _Chunk(*[chunks.take(x, c) for x in inputs], m0=m[rows], j0=j[rows])
         query = (chunks.take(qs, c) * scale).transpose(1, 2)[..., None]  # [n, H, C, K, 1]
         M, J = chunk.states()
         R = 1 / (J + prior)
@@ -91,7 +92,7 @@ def backward(
 ):  # fmt: skip
     dtype = compute_dtype(q)
     state = (information, excess_precision)
-    (qs, *inputs), (m, j), chunks = _prepare((q, k, w, beta, g), state, offsets, dtype)
+    qs, inputs, (m, j), chunks = _prepare((q, k, w, beta, g), state, offsets, dtype)
     p = prior.to(dtype)[:, None, None, None]
     dM_end, dJ_end = (
         torch.zeros_like(m) if d is None else d.to(dtype).clone() for d in (d_information, d_excess_precision)
@@ -99,37 +100,20 @@ def backward(
     grads = [torch.zeros_like(x) for x in (q, k, w, beta, g)]
     d_prior = torch.zeros_like(prior, dtype=dtype)
 
-    def entry_states(first: int, last: int) -> list:
-        """Runs chunks first..last - 1 from the current (m, j); keeps each one's entry state."""
-        kept = []
-        for c in range(first, last):
-            rows = chunks.rows(c)
-            kept.append((m[rows].clone(), j[rows].clone()))
-            m[rows], j[rows] = _Chunk(*(chunks.take(x, c) for x in inputs), *kept[-1]).final()
-        return kept
+    def advance(c: int, entry: list[Tensor]) -> list[Tensor]:
+        return list(_Chunk(*(chunks.take(x, c) for x in inputs), *entry).final())
 
-    span = max(1, math.isqrt(chunks.count))
-    starts = list(range(0, chunks.count, span))
-    checkpoints = []
-    for first in starts:
-        checkpoints.append((m.clone(), j.clone()))
-        entry_states(first, min(first + span, chunks.count))
-    for first, (m_first, j_first) in zip(reversed(starts), reversed(checkpoints), strict=True):
-        m.copy_(m_first), j.copy_(j_first)
-        last = min(first + span, chunks.count)
-        kept = entry_states(first, last)
-        for c in reversed(range(first, last)):
-            rows = chunks.rows(c)
-            chunk = _Chunk(*(chunks.take(x, c) for x in inputs), *kept[c - first])
-            query = (chunks.take(qs, c) * scale).transpose(1, 2)
-            dy = chunks.take(d_output, c).to(dtype).transpose(1, 2)  # [n, H, C, V]
-            dvar = None if d_variance is None else chunks.take(d_variance, c).to(dtype).transpose(1, 2)
-            *d, dp, dM, dJ = _chunk_backward(chunk, query, dy, dvar, dM_end[rows], dJ_end[rows], p)
-            d[0] = d[0] * scale
-            for out, value in zip(grads, d, strict=True):
-                chunks.put(out, c, value.transpose(1, 2))
-            d_prior += dp
-            dM_end[rows], dJ_end[rows] = dM, dJ
+    for c, entry in chunks.walk_back([m, j], advance):
+        rows = chunks.rows(c)
+        chunk = _Chunk(*(chunks.take(x, c) for x in inputs), *entry)
+        query = (chunks.take(qs, c) * scale).transpose(1, 2)
+        dy = chunks.take(d_output, c).to(dtype).transpose(1, 2)  # [n, H, C, V]
+        dvar = None if d_variance is None else chunks.take(d_variance, c).to(dtype).transpose(1, 2)
+        dq, *others, dp, dM, dJ = _chunk_backward(chunk, query, dy, dvar, dM_end[rows], dJ_end[rows], p)
+        for out, value in zip(grads, (dq * scale, *others), strict=True):
+            chunks.put(out, c, value.transpose(1, 2))
+        d_prior += dp
+        dM_end[rows], dJ_end[rows] = dM, dJ
     return *grads, d_prior.to(prior.dtype), dM_end, dJ_end
 
 

@@ -1,29 +1,30 @@
-"""Palimpsa on the CPU: forward and backward kernels in Numba, exact and independent of the number of threads.
+"""The CPU backend: fused forward and backward in Numba, bitwise the same for any number of threads.
 
 One head of one sequence, with state M (information) and J (excess precision), both [V, K], and alpha_t = exp(g_t):
 
     M_t = alpha_t M_{t-1} + w_t k_t^T           J_t = alpha_t J_{t-1} + beta_t (k_t^2)^T
-    R_t = 1 / (J_t + prior)                     y_t = (M_t R_t) q_t           var_t = R_t q_t^2
+    R_t = 1 / (J_t + prior)                     y_t = (M_t R_t) q_t             var_t = R_t q_t^2
 
-Backward walks t = T..1 with dM, dJ (the gradients of the final state at t = T, alpha_{T+1} = 1), n_t = (dy_t q_t^T) R_t:
+The gradients walk t = T..1, from those of the final state (alpha_{T+1} = 1), with n_t = (dy_t q_t^T) R_t:
 
     dM_t = alpha_{t+1} dM_{t+1} + n_t           x_t = n_t M_t R_t + (dvar_t (q_t^2)^T) R_t^2
-    dJ_t = alpha_{t+1} dJ_{t+1} - x_t           dprior = - sum x_t
-    dq_t = (M_t R_t)^T dy_t + 2 q_t R_t^T dvar_t
-    dk_t = dM_t^T w_t + 2 k_t dJ_t^T beta_t     dw_t = dM_t k_t               dbeta_t = dJ_t k_t^2
+    dJ_t = alpha_{t+1} dJ_{t+1} - x_t           dprior = -sum x_t
+    dq_t = (M_t R_t)^T dy_t + 2 q_t (R_t^T dvar_t)
+    dk_t = dM_t^T w_t + 2 k_t (dJ_t^T beta_t)   dw_t = dM_t k_t                 dbeta_t = dJ_t k_t^2
     dg_t = alpha_t (<dM_t, M_{t-1}> + <dJ_t, J_{t-1}>)
 
-The last line needs the earlier states but, unlike a running sum over later tokens, cancels nothing and is exactly zero where alpha_t is.
+The last line needs the earlier state but, unlike a running sum of differences, is exact beside alpha = 0.
 
-Layout.  V is cut into tiles of one SIMD vector (64 bytes: 16 rows of float32, 8 of float64; V is padded to that), held key by key, so
-    that value rows lie along the lanes: y, dw and dbeta are plain vector sums over keys, and only dq and dk are sums over lanes.
-Tasks.   A task is one head of one sequence, or a group of its tiles where there are few heads. Groups follow from the shapes alone and
-    their partial sums of dq, dk and dg are added in order, so results are bitwise the same for any number of threads.
-Memory.  The forward pass keeps nothing for the backward pass, which recomputes: a sweep stores the state every S tokens, then each
-    segment of S tokens is replayed into a buffer, one tile at a time, and walked in reverse. S is what fits the L2 cache and at least
-    sqrt(T), which bounds the scratch of a thread by about sqrt(T) (2 K V + 32 K) elements (1.5 MB at T = 1024, K = 32, V = 64).
-Types.   float64 for float64 q, otherwise float32; dg and dprior are added up in float64. "contract" is the only fast-math flag: it
-    permits fused multiply-adds and nothing else, so infinities and NaNs propagate as IEEE 754 has it.
+Layout   The value rows of a head are cut into tiles of one SIMD vector (64 bytes: 16 rows of float32, 8 of float64),
+         the last one padded. A tile is stored key by key with its rows along the lanes, so that y, dw and dbeta are
+         sums of whole vectors, and only dq and dk are sums over lanes. It stays in the L1 or L2 cache.
+Tasks    One head of one sequence, or some of its tiles where heads are few. The cut follows from the shapes alone and
+         partial sums of dq, dk and dg are added in a fixed order: the number of threads changes no bit.
+Memory   Forward saves nothing. Backward stores the state of every S-th token in a sweep, then replays S tokens of one
+         tile at a time and walks them back. S fits the L2 cache but is at least sqrt(T), so that the scratch of a
+         thread grows as sqrt(T) (2 K V + 32 K) elements (under 1 MB at T = 1024, K = 32, V = 64).
+Types    float64 for a float64 q, else float32; dg and dprior are summed over tiles and tokens in float64. The one
+         fast-math flag, "contract", allows fused multiply-adds: infinities and NaNs behave as in PyTorch.
 """
 
 import functools
@@ -38,31 +39,27 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba import njit, types
-from numba.core import cgutils
 from numba.extending import intrinsic, lower_builtin, models, register_model, type_callable
+from torch import Tensor
 
 from ..contract import compute_dtype
 from .custom import register
 
-FORWARD_BLOCK = 16  # tokens copied into contiguous scratch at a time
-MIN_TASKS = 16  # with fewer heads than this, a head's tiles are spread over several tasks
-L2_BYTES = 1 << 19  # what a segment of the backward pass may fill of the cache
-INLINE_WORK = 1 << 18  # state elements times tokens below which threads cost more than they bring
+FORWARD_BLOCK = 8  # tokens copied to contiguous scratch at a time; with a small state they share the L1 cache
+L2_BYTES = 1 << 19  # what a segment of the backward pass may fill
+MIN_TASKS = 16  # heads below this number are cut into several tasks each
+INLINE_WORK = 1 << 18  # state elements x tokens below which waking threads costs more than it brings
 
 logger = logging.getLogger("metaplastic")
 
 
-# ---------------------------------------------------------------- SIMD vectors in Numba
-# LLVM's loop vectoriser cannot keep a vector of sums in a register across the loop over keys, so vectors are made explicit.
-# LLVM splits the 64 bytes over narrower registers where the machine has no AVX-512.
+# SIMD vectors for Numba. LLVM's own vectoriser cannot hold the sum over an outer loop in a vector register.
+# Machines with narrower registers than 64 bytes use several of them per vector.
 
 
 class Lanes(types.Type):
-    """64 bytes of floats that are added, subtracted, multiplied and divided lane by lane."""
-
     def __init__(self, dtype):
-        self.dtype = dtype
-        self.count = 512 // dtype.bitwidth
+        self.dtype, self.count = dtype, 512 // dtype.bitwidth
         super().__init__(name=f"Lanes({dtype})")
 
 
@@ -72,17 +69,20 @@ class LanesModel(models.PrimitiveModel):
         super().__init__(manager, lanes, ir.VectorType(manager.lookup(lanes.dtype).get_value_type(), lanes.count))
 
 
-def _type_operator(context):
-    return lambda left, right: left if isinstance(left, Lanes) and left == right else None
+def _define_operator(symbol, instruction):
+    @type_callable(symbol)
+    def _(context):
+        return lambda left, right: left if isinstance(left, Lanes) and left == right else None
+
+    @lower_builtin(symbol, Lanes, Lanes)
+    def _(context, builder, signature, operands):
+        return getattr(builder, instruction)(*operands)
 
 
-def _lower_operator(instruction):
-    return lambda context, builder, signature, operands: getattr(builder, instruction)(*operands)
-
-
-for _operator, _instruction in ((operator.add, "fadd"), (operator.sub, "fsub"), (operator.mul, "fmul"), (operator.truediv, "fdiv")):
-    type_callable(_operator)(_type_operator)
-    lower_builtin(_operator, Lanes, Lanes)(_lower_operator(_instruction))
+_define_operator(operator.add, "fadd")
+_define_operator(operator.sub, "fsub")
+_define_operator(operator.mul, "fmul")
+_define_operator(operator.truediv, "fdiv")
 
 
 def _shuffle(builder, left, right, lanes):
@@ -90,56 +90,58 @@ def _shuffle(builder, left, right, lanes):
 
 
 def _broadcast(builder, value, count):
-    vector = builder.insert_element(ir.Constant(ir.VectorType(value.type, count), ir.Undefined), value, ir.IntType(32)(0))
-    return _shuffle(builder, vector, vector, [0] * count)
+    undefined = ir.Constant(ir.VectorType(value.type, count), ir.Undefined)
+    return _shuffle(builder, builder.insert_element(undefined, value, ir.IntType(32)(0)), undefined, [0] * count)
 
 
-def _pointer(context, builder, array_type, array, index):
-    return builder.gep(context.make_array(array_type)(context, builder, array).data, [index])
+def _pointer(context, builder, array_type, array, index, target=None):
+    pointer = builder.gep(context.make_array(array_type)(context, builder, array).data, [index])
+    return pointer if target is None else builder.bitcast(pointer, context.get_value_type(target).as_pointer())
 
 
-def _vector_pointer(context, builder, lanes, *position):
-    return builder.bitcast(_pointer(context, builder, *position), context.get_value_type(lanes).as_pointer())
-
-
-def _mask(builder, lanes, count):
-    numbers = ir.Constant(ir.VectorType(ir.IntType(64), lanes.count), list(range(lanes.count)))
-    return builder.icmp_signed("<", numbers, _broadcast(builder, count, lanes.count))
+def _add_halves(builder, left, right, half):
+    """Folds every group of 2 * half lanes onto its first half; groups of left and right take turns in the result."""
+    count = left.type.count
+    starts = [start + source for start in range(0, count, 2 * half) for source in (0, count)]
+    first = [start + lane for start in starts for lane in range(half)]
+    second = [lane + half for lane in first]
+    return builder.fadd(_shuffle(builder, left, right, first), _shuffle(builder, left, right, second))
 
 
 @intrinsic
 def splat(typing, value):
-    """Every lane is `value`."""
+    """`value` in every lane."""
 
     def generate(context, builder, signature, arguments):
-        return _broadcast(builder, arguments[0], signature.return_type.count)
+        return _broadcast(builder, *arguments, signature.return_type.count)
 
     return Lanes(value)(value), generate
 
 
 @intrinsic
 def spread(typing, array, index):
-    """Every lane is the element at a flat index (not bounds-checked, like the loads and stores below)."""
+    """`array[index]` in every lane; like `load` and `store` it takes a flat index and does not check it."""
 
     def generate(context, builder, signature, arguments):
-        return _broadcast(builder, builder.load(_pointer(context, builder, array, *arguments)), signature.return_type.count)
+        return _broadcast(builder, builder.load(_pointer(context, builder, array, *arguments)), lanes.count)
 
-    return Lanes(array.dtype)(array, types.intp), generate
+    lanes = Lanes(array.dtype)
+    return lanes(array, types.intp), generate
 
 
 @intrinsic
 def load(typing, array, index):
     def generate(context, builder, signature, arguments):
-        pointer = _vector_pointer(context, builder, signature.return_type, array, *arguments)
-        return builder.load(pointer, align=array.dtype.bitwidth // 8)
+        return builder.load(_pointer(context, builder, array, *arguments, lanes), align=array.dtype.bitwidth // 8)
 
-    return Lanes(array.dtype)(array, types.intp), generate
+    lanes = Lanes(array.dtype)
+    return lanes(array, types.intp), generate
 
 
 @intrinsic
 def store(typing, array, index, vector):
     def generate(context, builder, signature, arguments):
-        pointer = _vector_pointer(context, builder, vector, array, *arguments[:2])
+        pointer = _pointer(context, builder, array, *arguments[:2], vector)
         builder.store(arguments[2], pointer, align=array.dtype.bitwidth // 8)
         return context.get_dummy_value()
 
@@ -147,73 +149,8 @@ def store(typing, array, index, vector):
 
 
 @intrinsic
-def load_first(typing, array, index, count):
-    """The first `count` lanes from memory, zero in the others, whose memory is not touched. count may exceed the lanes."""
-
-    def generate(context, builder, signature, arguments):
-        lanes = signature.return_type
-        vector = context.get_value_type(lanes)
-        operands = [
-            _vector_pointer(context, builder, lanes, array, *arguments[:2]),
-            ir.IntType(32)(array.dtype.bitwidth // 8),
-            _mask(builder, lanes, arguments[2]),
-            ir.Constant(vector, None),
-        ]
-        kind = ir.FunctionType(vector, [operand.type for operand in operands])
-        name = f"llvm.masked.load.v{lanes.count}f{array.dtype.bitwidth}.p0"
-        return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), operands)
-
-    return Lanes(array.dtype)(array, types.intp, types.intp), generate
-
-
-@intrinsic
-def store_first(typing, array, index, count, vector):
-    """The first `count` lanes to memory."""
-
-    def generate(context, builder, signature, arguments):
-        operands = [
-            arguments[3],
-            _vector_pointer(context, builder, vector, array, *arguments[:2]),
-            ir.IntType(32)(array.dtype.bitwidth // 8),
-            _mask(builder, vector, arguments[2]),
-        ]
-        kind = ir.FunctionType(ir.VoidType(), [operand.type for operand in operands])
-        name = f"llvm.masked.store.v{vector.count}f{array.dtype.bitwidth}.p0"
-        builder.call(cgutils.get_or_insert_function(builder.module, kind, name), operands)
-        return context.get_dummy_value()
-
-    return types.none(array, types.intp, types.intp, vector), generate
-
-
-def _add_halves(builder, left, right, half):
-    """Vectors of groups of 2 * half lanes: fold every group onto its first half, groups of left and right alternating."""
-    count = left.type.count
-    groups = [[source + lane for lane in range(start, start + half)] for start in range(0, count, 2 * half) for source in (0, count)]
-    low = [lane for group in groups for lane in group]
-    return builder.fadd(_shuffle(builder, left, right, low), _shuffle(builder, left, right, [lane + half for lane in low]))
-
-
-@intrinsic
-def row_sums(typing, array, index):
-    """Lane i is the sum over the lanes of the i-th of as many consecutive vectors as there are lanes."""
-
-    def generate(context, builder, signature, arguments):
-        lanes = signature.return_type
-        size = lanes.count
-        starts = [builder.add(arguments[1], ir.IntType(64)(i * size)) for i in range(size)]
-        pointers = [_vector_pointer(context, builder, lanes, array, arguments[0], start) for start in starts]
-        vectors = [builder.load(pointer, align=array.dtype.bitwidth // 8) for pointer in pointers]
-        while len(vectors) > 1:
-            half = len(vectors) // 2
-            vectors = [_add_halves(builder, left, right, half) for left, right in zip(vectors[:half], vectors[half:])]
-        return vectors[0]
-
-    return Lanes(array.dtype)(array, types.intp), generate
-
-
-@intrinsic
 def lane_sum(typing, vector):
-    """The sum of the lanes of one vector, as a scalar."""
+    """The sum over the lanes, a scalar."""
 
     def generate(context, builder, signature, arguments):
         (total,) = arguments
@@ -226,52 +163,65 @@ def lane_sum(typing, vector):
     return vector.dtype(vector), generate
 
 
-# ---------------------------------------------------------------- kernels
-# Tensors arrive flat in memory order [token, head, feature], all sequences one after the other, and `offsets` cuts the tokens.
-# In scratch, a token's features are padded with zeros to whole vectors, and the state of one tile is
-# key 0: M in `lanes` rows, J in `lanes` rows; key 1: ...
+@intrinsic
+def lane_sums(typing, array):
+    """Lane i is the sum over the lanes of the i-th vector in `array`, which holds as many vectors as they have lanes."""
+
+    def generate(context, builder, signature, arguments):
+        places = [ir.IntType(64)(i * lanes.count) for i in range(lanes.count)]
+        pointers = [_pointer(context, builder, array, *arguments, place, lanes) for place in places]
+        vectors = [builder.load(pointer, align=array.dtype.bitwidth // 8) for pointer in pointers]
+        while half := len(vectors) // 2:
+            pairs = zip(vectors[:half], vectors[half:], strict=True)
+            vectors = [_add_halves(builder, left, right, half) for left, right in pairs]
+        return vectors[0]
+
+    lanes = Lanes(array.dtype)
+    return lanes(array), generate
+
+
+# Kernels. Tensors arrive flat, [token, head, feature] with all sequences in one row, cut by `offsets`. In scratch, the
+# features of a token are padded with zeros to whole vectors; a tile is M of key 0, J of key 0, M of key 1, ...
 
 _helper = njit(error_model="numpy", fastmath={"contract"})
 
 
 def _kernel(function):
+    options = {"nogil": True, "error_model": "numpy", "fastmath": {"contract"}}
     try:
-        return njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract"})(function)
-    except RuntimeError:  # Numba finds no folder it may write to
-        return njit(nogil=True, error_model="numpy", fastmath={"contract"})(function)
+        return njit(cache=True, **options)(function)
+    except RuntimeError:  # Numba finds no folder it can write to
+        return njit(**options)(function)
 
 
 @_helper
 def _copy_in(block, source, start, stride, tokens, width):
-    """`width` features of `tokens` consecutive tokens into scratch. One head is a thin slice of memory, whose lines
-    would otherwise be fetched late and, at power-of-two strides, evict each other."""
+    """`width` features of consecutive tokens, `stride` apart. Used in place they would miss the cache one by one."""
     lanes = 64 // block.itemsize
-    to = 0
+    pitch = (width + lanes - 1) // lanes * lanes
     for token in range(tokens):
-        for i in range(0, width, lanes):
-            store(block, to, load_first(source, start + token * stride + i, width - i))
-            to += lanes
+        at, to = start + token * stride, token * pitch
+        for i in range(0, width - lanes + 1, lanes):
+            store(block, to + i, load(source, at + i))
+        for i in range(width // lanes * lanes, pitch):
+            block[to + i] = source[at + i] if i < width else 0
 
 
 @_helper
 def _copy_out(target, start, stride, tokens, width, block):
     lanes = 64 // block.itemsize
-    at = 0
+    pitch = (width + lanes - 1) // lanes * lanes
     for token in range(tokens):
-        for i in range(0, width, lanes):
-            store_first(target, start + token * stride + i, width - i, load(block, at))
-            at += lanes
-
-
-@_helper
-def _square(target, source, size):
-    for i in range(0, size, 64 // source.itemsize):
-        store(target, i, load(source, i) * load(source, i))
+        at, to = token * pitch, start + token * stride
+        for i in range(0, width - lanes + 1, lanes):
+            store(target, to + i, load(block, at + i))
+        for i in range(width // lanes * lanes, width):
+            target[to + i] = block[at + i]
 
 
 @_helper
 def _tiles_from_rows(tiles, information, excess, start, rows, keys):
-    """A head's [rows, keys] state into tiles; an empty array stands for zeros."""
+    """A state as the caller has it, [rows, keys], to tiles. An empty array stands for zeros."""
     lanes = 64 // tiles.itemsize
     tiles[: (rows + lanes - 1) // lanes * 2 * keys * lanes] = 0
     if information.size:
@@ -293,92 +243,91 @@ def _rows_from_tiles(information, excess, start, rows, keys, tiles):
 
 
 @_helper
-def _write(target, to, source, at, k, k2, token_keys, keys, w, beta, alpha):
-    """One token of the recurrence on one tile, from source[at:] to target[to:]."""
-    lanes = 64 // target.itemsize
-    for i in range(keys):
-        information = load(source, at + 2 * i * lanes) * alpha + w * spread(k, token_keys + i)
-        excess = load(source, at + (2 * i + 1) * lanes) * alpha + beta * spread(k2, token_keys + i)
-        store(target, to + 2 * i * lanes, information)
-        store(target, to + (2 * i + 1) * lanes, excess)
+def _update(m, j, w, beta, alpha, k):
+    return m * alpha + w * k, j * alpha + beta * (k * k)
 
 
 @_helper
-def _step_rows(
-    q, k, w, beta, alpha, prior, information, excess, start, output, variance, final_information, final_excess,
-    token_keys, token_rows, rows, keys,
-):  # fmt: skip
-    """A sequence of one token (decoding): the state is used where it lies, with the keys along the lanes."""
+def _update_tile(target, to, source, at, k, key, keys, w, beta, alpha):
+    """One token of the recurrence on one tile, from source[at:] to target[to:]."""
+    lanes = 64 // target.itemsize
+    for i in range(keys):
+        place = 2 * i * lanes
+        m, j = _update(load(source, at + place), load(source, at + place + lanes), w, beta, alpha, spread(k, key + i))
+        store(target, to + place, m)
+        store(target, to + place + lanes, j)
+
+
+@_helper
+def _decode(inputs, begin, h, start, rows, v, output, variance, final_information, final_excess, sizes):
+    """A sequence of one token: the state is used as it lies in memory, keys along the lanes."""
+    q, k, w, beta, alpha, prior, information, excess = inputs
+    heads, keys, values = sizes
     lanes = 64 // q.itemsize
-    one = splat(q.dtype.type(1))
-    zero = one - one
+    token = begin * heads + h
+    one, zero = q.dtype.type(1), q.dtype.type(0)
     for row in range(rows):
-        row_w, row_beta = spread(w, token_rows + row), spread(beta, token_rows + row)
-        read, spread_ = zero, zero
-        for i in range(0, keys, lanes):
-            at, left = start + row * keys + i, keys - i
-            keys_q, keys_k = load_first(q, token_keys + i, left), load_first(k, token_keys + i, left)
-            m, j = row_w * keys_k, row_beta * (keys_k * keys_k)
+        w_t, beta_t = w[token * values + v + row], beta[token * values + v + row]
+        read, var, read_lanes, var_lanes = zero, zero, splat(zero), splat(zero)
+        at = start + row * keys
+        for i in range(0, keys - lanes + 1, lanes):
+            m, j = splat(zero), splat(zero)
             if information.size:
-                m = load_first(information, at, left) * splat(alpha) + m
-                j = load_first(excess, at, left) * splat(alpha) + j
-            store_first(final_information, at, left, m)
-            store_first(final_excess, at, left, j)
-            r = one / (j + splat(prior))
-            read = read + m * r * keys_q
-            if variance is not None:
-                spread_ = spread_ + r * (keys_q * keys_q)
-        output[token_rows + row] = lane_sum(read)
+                m, j = load(information, at + i), load(excess, at + i)
+            m, j = _update(m, j, splat(w_t), splat(beta_t), splat(alpha[token]), load(k, token * keys + i))
+            store(final_information, at + i, m)
+            store(final_excess, at + i, j)
+            q_t, r = load(q, token * keys + i), splat(one) / (j + splat(prior[h]))
+            read_lanes, var_lanes = read_lanes + m * r * q_t, var_lanes + r * (q_t * q_t)
+        for i in range(keys // lanes * lanes, keys):
+            m, j = zero, zero
+            if information.size:
+                m, j = information[at + i], excess[at + i]
+            m, j = _update(m, j, w_t, beta_t, alpha[token], k[token * keys + i])
+            final_information[at + i], final_excess[at + i] = m, j
+            q_t, r = q[token * keys + i], one / (j + prior[h])
+            read, var = read + m * r * q_t, var + r * (q_t * q_t)
+        output[token * values + v + row] = lane_sum(read_lanes) + read
         if variance is not None:
-            variance[token_rows + row] = lane_sum(spread_)
+            variance[token * values + v + row] = lane_sum(var_lanes) + var
 
 
 @_kernel
-def _forward(
-    q, k, w, beta, alpha, prior, information, excess, offsets, output, variance, final_information, final_excess,
-    heads, keys, values, group, scratch, first, last,
-):  # fmt: skip
+def _forward(inputs, offsets, output, variance, final_information, final_excess, sizes, group, scratch, first, last):
+    q, k, w, beta, alpha, prior, information, excess = inputs
+    heads, keys, values = sizes
+    q_block, k_block, w_block, beta_block, output_block, variance_block, state = scratch
     lanes = 64 // q.itemsize
-    groups = (values + group - 1) // group
     key_pitch = (keys + lanes - 1) // lanes * lanes
-    parts = scratch[: 3 * FORWARD_BLOCK * key_pitch].reshape((3, FORWARD_BLOCK * key_pitch))
-    q_block, k_block, k2_block = parts[0], parts[1], parts[2]
-    rest = scratch[parts.size :]
-    parts = rest[: 4 * FORWARD_BLOCK * group].reshape((4, FORWARD_BLOCK * group))
-    w_block, beta_block, output_block, variance_block = parts[0], parts[1], parts[2], parts[3]
-    state = rest[parts.size :]
+    groups = (values + group - 1) // group
+    one = splat(q.dtype.type(1))
+    zero = one - one
     for task in range(first, last):
         n, h, v = task // (heads * groups), task // groups % heads, task % groups * group
         rows = min(group, values - v)
-        tiles = (rows + lanes - 1) // lanes
-        pitch = tiles * lanes
-        begin, end = offsets[n], offsets[n + 1]
+        pitch = (rows + lanes - 1) // lanes * lanes
         start = ((n * heads + h) * values + v) * keys
+        begin, end = offsets[n], offsets[n + 1]
         if end - begin == 1:
-            _step_rows(
-                q, k, w, beta, alpha[begin * heads + h], prior[h], information, excess, start, output, variance,
-                final_information, final_excess, (begin * heads + h) * keys, (begin * heads + h) * values + v, rows, keys,
-            )  # fmt: skip
+            _decode(inputs, begin, h, start, rows, v, output, variance, final_information, final_excess, sizes)
             continue
-        one, base = splat(q.dtype.type(1)), splat(prior[h])
+        base = splat(prior[h])
         _tiles_from_rows(state, information, excess, start, rows, keys)
         for t in range(begin, end, FORWARD_BLOCK):
             tokens = min(FORWARD_BLOCK, end - t)
-            token_keys, token_rows = (t * heads + h) * keys, (t * heads + h) * values + v
-            _copy_in(q_block, q, token_keys, heads * keys, tokens, keys)
-            _copy_in(k_block, k, token_keys, heads * keys, tokens, keys)
-            _square(k2_block, k_block, tokens * key_pitch)
-            _copy_in(w_block, w, token_rows, heads * values, tokens, rows)
-            _copy_in(beta_block, beta, token_rows, heads * values, tokens, rows)
-            for tile in range(tiles):
+            key_start, row_start = (t * heads + h) * keys, (t * heads + h) * values + v
+            for block, source in ((q_block, q), (k_block, k)):
+                _copy_in(block, source, key_start, heads * keys, tokens, keys)
+            for block, source in ((w_block, w), (beta_block, beta)):
+                _copy_in(block, source, row_start, heads * values, tokens, rows)
+            for tile in range(0, pitch, lanes):
                 for s in range(tokens):
-                    at, to = tile * 2 * keys * lanes, s * pitch + tile * lanes
-                    w_t, beta_t, alpha_t = load(w_block, to), load(beta_block, to), spread(alpha, (t + s) * heads + h)
-                    read = one - one
-                    var = one - one
-                    for i in range(s * key_pitch, s * key_pitch + keys):
-                        m = load(state, at) * alpha_t + w_t * spread(k_block, i)
-                        j = load(state, at + lanes) * alpha_t + beta_t * spread(k2_block, i)
+                    row, key, at = s * pitch + tile, s * key_pitch, 2 * tile * keys
+                    w_t, beta_t, alpha_t = load(w_block, row), load(beta_block, row), spread(alpha, (t + s) * heads + h)
+                    read, var = zero, zero
+                    for i in range(key, key + keys):
+                        m, j = load(state, at), load(state, at + lanes)
+                        m, j = _update(m, j, w_t, beta_t, alpha_t, spread(k_block, i))
                         store(state, at, m)
                         store(state, at + lanes, j)
                         r = one / (j + base)
@@ -386,129 +335,121 @@ def _forward(
                         if variance is not None:
                             var = var + r * (spread(q_block, i) * spread(q_block, i))
                         at += 2 * lanes
-                    store(output_block, to, read)
+                    store(output_block, row, read)
                     if variance is not None:
-                        store(variance_block, to, var)
-            _copy_out(output, token_rows, heads * values, tokens, rows, output_block)
+                        store(variance_block, row, var)
+            _copy_out(output, row_start, heads * values, tokens, rows, output_block)
             if variance is not None:
-                _copy_out(variance, token_rows, heads * values, tokens, rows, variance_block)
+                _copy_out(variance, row_start, heads * values, tokens, rows, variance_block)
         _rows_from_tiles(final_information, final_excess, start, rows, keys, state)
 
 
 @_kernel
-def _backward(
-    d_output, d_variance, d_information, d_excess, q, k, w, beta, alpha, prior, information, excess, offsets,
-    dq, dk, dw, dbeta, dg, dprior, heads, keys, values, group, segment, scratch, first, last,
-):  # fmt: skip
+def _backward(inputs, offsets, d_output, d_variance, results, dg, dprior, sizes, group, segment, scratch, first, last):
+    q, k, w, beta, alpha, prior, information, excess = inputs
+    d_information, d_excess, dq, dk, dw, dbeta = results  # of the states: gradients of the final one in, the first one out
+    heads, keys, values = sizes
+    q_block, k_block, dq_block, dk_block, w_block, beta_block, dy_block, dvar_block, dw_block, dbeta_block = scratch[:10]
+    dq_lanes, dk_lanes, replay, gradient, entries = scratch[10:]
     lanes = 64 // q.itemsize
-    groups = (values + group - 1) // group
+    size = 2 * keys * lanes  # of a tile
     key_pitch = (keys + lanes - 1) // lanes * lanes
-    size = 2 * keys * lanes  # of the state of one tile
-    parts = scratch[: 5 * segment * key_pitch].reshape((5, segment * key_pitch))
-    q_block, k_block, k2_block, dq_block, dk_block = parts[0], parts[1], parts[2], parts[3], parts[4]
-    rest = scratch[parts.size :]
-    parts = rest[: 6 * segment * group].reshape((6, segment * group))
-    w_block, beta_block, dy_block, dvar_block, dw_block, dbeta_block = parts[0], parts[1], parts[2], parts[3], parts[4], parts[5]
-    rest = rest[parts.size :]
-    q_lanes, k_lanes, rest = rest[: lanes * lanes], rest[lanes * lanes : 2 * lanes * lanes], rest[2 * lanes * lanes :]
-    replay, rest = rest[: (segment + 1) * size], rest[(segment + 1) * size :]
-    gradient, entries = rest[: group * 2 * keys], rest[group * 2 * keys :]
+    groups = (values + group - 1) // group
+    one = splat(q.dtype.type(1))
+    zero = one - one
     for task in range(first, last):
         n, h, v = task // (heads * groups), task // groups % heads, task % groups * group
         rows = min(group, values - v)
         tiles = (rows + lanes - 1) // lanes
         pitch = tiles * lanes
+        start = ((n * heads + h) * values + v) * keys
         begin, end = offsets[n], offsets[n + 1]
         segments = (end - begin + segment - 1) // segment
-        start = ((n * heads + h) * values + v) * keys
-        one, base = splat(q.dtype.type(1)), splat(prior[h])
-        zero = one - one
-        shift = task % groups * alpha.size  # to this group's partial sums
-        prior_sum = 0.0
+        base = splat(prior[h])
+        shift = task % groups * alpha.size  # to the partial sums of this group
+        dprior[task] = 0
         _tiles_from_rows(entries, information, excess, start, rows, keys)
         _tiles_from_rows(gradient, d_information, d_excess, start, rows, keys)
 
-        for index in range(segments - 1):
+        for index in range(segments - 1):  # the state that every segment starts from
             t = begin + index * segment
             _copy_in(k_block, k, (t * heads + h) * keys, heads * keys, segment, keys)
-            _square(k2_block, k_block, segment * key_pitch)
-            _copy_in(w_block, w, (t * heads + h) * values + v, heads * values, segment, rows)
-            _copy_in(beta_block, beta, (t * heads + h) * values + v, heads * values, segment, rows)
+            for block, source in ((w_block, w), (beta_block, beta)):
+                _copy_in(block, source, (t * heads + h) * values + v, heads * values, segment, rows)
             for tile in range(tiles):
                 at = (index * tiles + tile) * size
                 to = at + tiles * size
                 for s in range(segment):
                     row = s * pitch + tile * lanes
                     w_t, beta_t, alpha_t = load(w_block, row), load(beta_block, row), spread(alpha, (t + s) * heads + h)
-                    _write(entries, to, entries, at, k_block, k2_block, s * key_pitch, keys, w_t, beta_t, alpha_t)
+                    _update_tile(entries, to, entries, at, k_block, s * key_pitch, keys, w_t, beta_t, alpha_t)
                     at = to
 
         for index in range(segments - 1, -1, -1):
             t = begin + index * segment
             tokens = min(segment, end - t)
-            token_keys, token_rows = (t * heads + h) * keys, (t * heads + h) * values + v
-            _copy_in(q_block, q, token_keys, heads * keys, tokens, keys)
-            _copy_in(k_block, k, token_keys, heads * keys, tokens, keys)
-            _square(k2_block, k_block, tokens * key_pitch)
-            _copy_in(w_block, w, token_rows, heads * values, tokens, rows)
-            _copy_in(beta_block, beta, token_rows, heads * values, tokens, rows)
-            _copy_in(dy_block, d_output, token_rows, heads * values, tokens, rows)
+            key_start, row_start = (t * heads + h) * keys, (t * heads + h) * values + v
+            for block, source in ((q_block, q), (k_block, k)):
+                _copy_in(block, source, key_start, heads * keys, tokens, keys)
+            for block, source in ((w_block, w), (beta_block, beta), (dy_block, d_output)):
+                _copy_in(block, source, row_start, heads * values, tokens, rows)
             if d_variance is not None:
-                _copy_in(dvar_block, d_variance, token_rows, heads * values, tokens, rows)
+                _copy_in(dvar_block, d_variance, row_start, heads * values, tokens, rows)
             dq_block[: tokens * key_pitch] = 0
             dk_block[: tokens * key_pitch] = 0
             for s in range(tokens):
                 dg[shift + (t + s) * heads + h] = 0
             for tile in range(tiles):
-                replay[:size] = entries[(index * tiles + tile) * size : (index * tiles + tile + 1) * size]
+                entry = (index * tiles + tile) * size
+                replay[:size] = entries[entry : entry + size]
                 for s in range(tokens):
                     row = s * pitch + tile * lanes
                     w_t, beta_t, alpha_t = load(w_block, row), load(beta_block, row), spread(alpha, (t + s) * heads + h)
-                    _write(replay, (s + 1) * size, replay, s * size, k_block, k2_block, s * key_pitch, keys, w_t, beta_t, alpha_t)
+                    at, to = s * size, (s + 1) * size
+                    _update_tile(replay, to, replay, at, k_block, s * key_pitch, keys, w_t, beta_t, alpha_t)
                 for s in range(tokens - 1, -1, -1):
-                    row, key = s * pitch + tile * lanes, s * key_pitch
-                    w_t, beta_t, dy_t = load(w_block, row), load(beta_block, row), load(dy_block, row)
-                    beta_t = beta_t + beta_t
-                    if d_variance is not None:
-                        dvar_t = load(dvar_block, row)
+                    row = s * pitch + tile * lanes
+                    w_t, twice_beta_t, dy_t = load(w_block, row), load(beta_block, row), load(dy_block, row)
+                    twice_beta_t = twice_beta_t + twice_beta_t
                     after = spread(alpha, (t + s + 1) * heads + h) if t + s + 1 < end else one
-                    dw_t, dbeta_t, dm_m, dj_j, x_sum = zero, zero, zero, zero, zero
-                    for i in range(0, keys, lanes):
-                        for lane in range(min(lanes, keys - i)):
-                            q_i, k_i = spread(q_block, key + i + lane), spread(k_block, key + i + lane)
-                            before, to = s * size + 2 * (i + lane) * lanes, tile * size + 2 * (i + lane) * lanes
+                    dw_t, dbeta_t, m_sum, j_sum, x_sum = zero, zero, zero, zero, zero
+                    for block_start in range(0, keys, lanes):
+                        for i in range(block_start, min(block_start + lanes, keys)):
+                            key, to = s * key_pitch + i, tile * size + 2 * i * lanes
+                            before = s * size + 2 * i * lanes  # M_{t-1} and J_{t-1}; M_t and J_t follow one size later
+                            q_t, k_t = spread(q_block, key), spread(k_block, key)
                             r = one / (load(replay, before + size + lanes) + base)
-                            mu = load(replay, before + size) * r
-                            n_t = q_i * dy_t * r
-                            x = n_t * mu
-                            q_lane = mu * dy_t
+                            mean = load(replay, before + size) * r
+                            n_t = q_t * dy_t * r
+                            x_t = n_t * mean
+                            dq_t = mean * dy_t
                             if d_variance is not None:
-                                spread_ = q_i * r
-                                x = x + dvar_t * (spread_ * spread_)
-                                q_lane = q_lane + dvar_t * (spread_ + spread_)
+                                spread_t, dvar_t = q_t * r, load(dvar_block, row)
+                                x_t = x_t + dvar_t * (spread_t * spread_t)
+                                dq_t = dq_t + dvar_t * (spread_t + spread_t)
                             dm = load(gradient, to) * after + n_t
-                            dj = load(gradient, to + lanes) * after - x
+                            dj = load(gradient, to + lanes) * after - x_t
                             store(gradient, to, dm)
                             store(gradient, to + lanes, dj)
-                            store(q_lanes, lane * lanes, q_lane)
-                            store(k_lanes, lane * lanes, dm * w_t + dj * (beta_t * k_i))
-                            dw_t = dw_t + dm * k_i
-                            dbeta_t = dbeta_t + dj * spread(k2_block, key + i + lane)
-                            dm_m = dm_m + dm * load(replay, before)
-                            dj_j = dj_j + dj * load(replay, before + lanes)
-                            x_sum = x_sum + x
-                        store(dq_block, key + i, load(dq_block, key + i) + row_sums(q_lanes, 0))
-                        store(dk_block, key + i, load(dk_block, key + i) + row_sums(k_lanes, 0))
+                            store(dq_lanes, (i - block_start) * lanes, dq_t)
+                            store(dk_lanes, (i - block_start) * lanes, dm * w_t + dj * (twice_beta_t * k_t))
+                            dw_t = dw_t + dm * k_t
+                            dbeta_t = dbeta_t + dj * (k_t * k_t)
+                            m_sum = m_sum + dm * load(replay, before)
+                            j_sum = j_sum + dj * load(replay, before + lanes)
+                            x_sum = x_sum + x_t
+                        for block, sums in ((dq_block, dq_lanes), (dk_block, dk_lanes)):
+                            to = s * key_pitch + block_start
+                            store(block, to, load(block, to) + lane_sums(sums))
                     store(dw_block, row, dw_t)
                     store(dbeta_block, row, dbeta_t)
-                    dg[shift + (t + s) * heads + h] += lane_sum(dm_m + dj_j)
-                    prior_sum -= lane_sum(x_sum)
-            _copy_out(dq, shift * keys + token_keys, heads * keys, tokens, keys, dq_block)
-            _copy_out(dk, shift * keys + token_keys, heads * keys, tokens, keys, dk_block)
-            _copy_out(dw, token_rows, heads * values, tokens, rows, dw_block)
-            _copy_out(dbeta, token_rows, heads * values, tokens, rows, dbeta_block)
+                    dg[shift + (t + s) * heads + h] += lane_sum(m_sum + j_sum)
+                    dprior[task] -= lane_sum(x_sum)
+            for block, target in ((dq_block, dq), (dk_block, dk)):
+                _copy_out(target, shift * keys + key_start, heads * keys, tokens, keys, block)
+            for block, target in ((dw_block, dw), (dbeta_block, dbeta)):
+                _copy_out(target, row_start, heads * values, tokens, rows, block)
 
-        dprior[task] = prior_sum
         if begin < end:
             after = spread(alpha, begin * heads + h)
             for i in range(0, tiles * size, lanes):
@@ -516,29 +457,27 @@ def _backward(
         _rows_from_tiles(d_information, d_excess, start, rows, keys, gradient)
 
 
-# ---------------------------------------------------------------- running them
-
-
-@functools.cache
-def _pool(process, threads):
-    """Threads do not survive a fork, so the process is part of the key. Numba's own parallel loops are no alternative:
-    its portable scheduler aborts the process when two Python threads enter it."""
-    return ThreadPoolExecutor(threads, thread_name_prefix="metaplastic")
-
+# Threads. Not Numba's own parallel loops: their portable scheduler aborts when two Python threads enter it.
 
 _compiled = set()
 _compiling = threading.Lock()
 
 
-def _compile(kernel, arguments, variant):
-    """Compiles, or loads from the disk cache, on the first call of a variant; says so when it takes long."""
-    if (kernel, variant) in _compiled:
-        return
+@functools.cache
+def _pool(process: int, helpers: int) -> ThreadPoolExecutor:
+    """One per process, because threads do not survive a fork."""
+    return ThreadPoolExecutor(helpers, thread_name_prefix="metaplastic")
+
+
+def _compile(kernel, variant, *arguments):
+    """Compiles, or loads from Numba's cache, at the first call of a variant; announces it when that takes long."""
     with _compiling:
+        if (kernel, variant) in _compiled:
+            return
         place = kernel.stats.cache_path
-        message = "compiling the Palimpsa CPU kernel %s for this machine (once, about 5 s; %s)"
-        kept = f"cached in {place}" if place else "not cached: no folder to write to"
-        timer = threading.Timer(0.5, logger.warning, (message, kernel.__name__.strip("_"), kept))
+        kept = f"cached in {place}" if place else "in every process: there is no folder to cache it in"
+        message = "compiling the Palimpsa CPU kernel %s for this machine (once, some 5 s; %s)"
+        timer = threading.Timer(1.0, logger.warning, (message, kernel.__name__.strip("_"), kept))
         timer.daemon = True
         timer.start()
         try:
@@ -548,72 +487,69 @@ def _compile(kernel, arguments, variant):
         _compiled.add((kernel, variant))
 
 
-def _run(kernel, arguments, variant, tasks, work, scratch):
+def _run(kernel, variant, arguments, scratch_sizes, dtype, tasks, work):
     """kernel(*arguments, scratch, first, last) over all tasks; every thread takes the next few when it is free."""
-    _compile(kernel, (*arguments, scratch), variant)
+
+    def scratch():
+        return tuple(torch.empty(size, dtype=dtype).numpy() for size in scratch_sizes)  # aligned to 64 bytes by torch
+
+    if (kernel, variant) not in _compiled:
+        _compile(kernel, variant, *arguments, scratch())
     threads = min(torch.get_num_threads(), tasks) if work >= INLINE_WORK else 1
-    if threads == 1:
-        kernel(*arguments, scratch, 0, tasks)
+    if threads <= 1:
+        kernel(*arguments, scratch(), 0, tasks)
         return
-    size = max(1, tasks // (8 * threads))
-    ranges = iter([(first, min(first + size, tasks)) for first in range(0, tasks, size)])
+    step = max(1, tasks // (8 * threads))
+    ranges = iter([(first, min(first + step, tasks)) for first in range(0, tasks, step)])
 
-    def drain(scratch):
+    def drain():
+        own = scratch()
         for first, last in ranges:
-            kernel(*arguments, scratch, first, last)
+            kernel(*arguments, own, first, last)
 
-    helpers = [_pool(os.getpid(), threads - 1).submit(drain, np.empty_like(scratch)) for _ in range(threads - 1)]
-    drain(scratch)
+    helpers = [_pool(os.getpid(), threads - 1).submit(drain) for _ in range(threads - 1)]
+    drain()
     for helper in helpers:
-        if not helper.cancel():  # still queued behind another caller's work, with nothing left to do
+        if not helper.cancel():  # still queued behind another caller: nothing is left for it
             helper.result()
 
 
-def _array(x, dtype):
+def _array(x: Tensor, dtype: torch.dtype) -> np.ndarray:
     return x.detach().to(dtype).contiguous().numpy().reshape(-1)
 
 
-def _inputs(q, k, w, beta, g, prior, information, excess_precision, offsets, scale):
-    """The arrays every kernel takes, in order, and the sizes (sequences, heads, keys, values)."""
+def _prepare(q, k, w, beta, g, prior, information, excess_precision, offsets, scale):
+    """What both kernels take: inputs, offsets, (heads, keys, values), and how many value rows make a task."""
     dtype = compute_dtype(q)
     (batch, length, heads, keys), values = q.shape, w.shape[3]
-    q, k, w, beta, prior = (_array(x, dtype) for x in (q if scale == 1 else q.to(dtype) * scale, k, w, beta, prior))
-    alpha = _array(g.detach().to(dtype).exp(), dtype)
-    states = [_array(torch.empty(0) if x is None else x, dtype) for x in (information, excess_precision)]
+    q = q if scale == 1 else q.detach().to(dtype) * scale
+    alpha = g.detach().to(dtype).exp()
+    states = [torch.empty(0) if x is None else x for x in (information, excess_precision)]
+    inputs = tuple(_array(x, dtype) for x in (q, k, w, beta, alpha, prior, *states))
     offsets = np.arange(batch + 1) * length if offsets is None else offsets.numpy()
-    return (q, k, w, beta, alpha, prior, *states, offsets), (len(offsets) - 1, heads, keys, values)
-
-
-def _group(sequences, heads, values, lanes):
-    """Value rows of a task: a whole head where there are tasks enough, so that its sums over rows need no second buffer."""
+    lanes = 64 // dtype.itemsize
     tiles = -(-values // lanes)
-    return max(1, min(tiles, tiles * sequences * heads // MIN_TASKS)) * lanes
+    group = max(1, min(tiles, tiles * heads * (len(offsets) - 1) // MIN_TASKS)) * lanes
+    return inputs, offsets, (heads, keys, values), group
 
 
 def forward(q, k, w, beta, g, prior, information, excess_precision, offsets, scale, output_variance):
-    """Output [B, T, H, V], variance [B, T, H, V] (empty unless asked for), final M and J [N, H, V, K]."""
+    """Output [B,T,H,V], variance [B,T,H,V] (empty unless asked for), final M and J [N,H,V,K]."""
     dtype = compute_dtype(q)
-    arrays, (sequences, heads, keys, values) = _inputs(
-        q, k, w, beta, g, prior, information, excess_precision, offsets, scale
-    )
+    inputs, cuts, sizes, group = _prepare(q, k, w, beta, g, prior, information, excess_precision, offsets, scale)
+    heads, keys, values = sizes
     output = torch.empty(w.shape, dtype=dtype)
     variance = torch.empty(w.shape if output_variance else 0, dtype=dtype)
     if offsets is not None:
-        output[:, int(offsets[-1]) :] = 0
-        if output_variance:
-            variance[:, int(offsets[-1]) :] = 0
-    final = [torch.empty((sequences, heads, values, keys), dtype=dtype) for _ in range(2)]
-    lanes = 64 // dtype.itemsize
-    group = _group(sequences, heads, values, lanes)
-    key_pitch = -(-keys // lanes) * lanes
-    scratch = torch.empty(FORWARD_BLOCK * (3 * key_pitch + 4 * group) + 2 * keys * group, dtype=dtype).numpy()
-    read = [output.view(-1).numpy(), variance.view(-1).numpy() if output_variance else None]
-    sizes = (heads, keys, values, group)
-    tasks = sequences * heads * -(-values // group)
-    _run(
-        _forward, (*arrays, *read, *(x.view(-1).numpy() for x in final), *sizes), (dtype, output_variance),
-        tasks, arrays[4].size * keys * values, scratch,
-    )  # fmt: skip
+        for x in (output, variance)[: 1 + output_variance]:
+            x[:, cuts[-1] :] = 0
+    final = [torch.empty((len(cuts) - 1, heads, values, keys), dtype=dtype) for _ in range(2)]
+    reads = (_array(output, dtype), _array(variance, dtype) if output_variance else None)
+    padded = -(-keys * dtype.itemsize // 64) * 64 // dtype.itemsize
+    scratch = [FORWARD_BLOCK * n for n in (padded, padded, group, group, group, group)] + [2 * keys * group]
+    arguments = (inputs, cuts, *reads, *(_array(x, dtype) for x in final), sizes, group)
+    tasks, work = (len(cuts) - 1) * heads * -(-values // group), g.numel() * keys * values
+    _run(_forward, (dtype, output_variance), arguments, scratch, dtype, tasks, work)
     return output.to(q.dtype), variance, *final
 
 
@@ -621,42 +557,40 @@ def backward(
     d_output, d_variance, d_information, d_excess_precision,
     q, k, w, beta, g, prior, information, excess_precision, offsets, scale,
 ):  # fmt: skip
-    """Gradients of q, k, w, beta, g, prior and both initial states, each in the dtype of its input."""
+    """Gradients of q, k, w, beta, g, prior and of both initial states, each in the dtype of its input."""
     dtype = compute_dtype(q)
-    arrays, (sequences, heads, keys, values) = _inputs(
-        q, k, w, beta, g, prior, information, excess_precision, offsets, scale
-    )
-    lanes = 64 // dtype.itemsize
-    group = _group(sequences, heads, values, lanes)
+    inputs, cuts, sizes, group = _prepare(q, k, w, beta, g, prior, information, excess_precision, offsets, scale)
+    heads, keys, values = sizes
     groups = -(-values // group)
-    new = torch.empty if offsets is None else torch.zeros
+    new = torch.empty if offsets is None else torch.zeros  # tokens beyond the last sequence have zero gradients
     dq, dk = (new((groups, *q.shape), dtype=dtype) for _ in range(2))
     dw, dbeta = (new(w.shape, dtype=dtype) for _ in range(2))
     dg = new((groups, *g.shape), dtype=torch.float64)
-    dprior = torch.empty((sequences, heads, groups), dtype=torch.float64)
-    shape = (sequences, heads, values, keys)
-    # Gradients of the final states go in, gradients of the initial states come out.
-    states = [
-        torch.zeros(shape, dtype=dtype) if x is None else x.to(dtype, copy=True, memory_format=torch.contiguous_format)
-        for x in (d_information, d_excess_precision)
-    ]
-    longest = int(np.diff(arrays[-1]).max(initial=0))
-    key_pitch = -(-keys // lanes) * lanes
-    row = 5 * key_pitch + 6 * group + 2 * keys * lanes
-    segment = max(16, min(64, L2_BYTES // (row * dtype.itemsize)), math.isqrt(longest))
-    segment = min(int(os.environ.get("SEGM", segment)), max(1, longest))
-    size = segment * row + 2 * lanes * lanes + 2 * keys * lanes + (1 + -(-longest // segment)) * 2 * keys * group
-    scratch = torch.empty(size, dtype=dtype).numpy()
-    outgoing = [_array(d_output, dtype), None if d_variance is None else _array(d_variance, dtype)]
-    results = [x.view(-1).numpy() for x in (*states, dq, dk, dw, dbeta, dg, dprior)]
-    _run(
-        _backward, (*outgoing, *results[:2], *arrays, *results[2:], heads, keys, values, group, segment),
-        (dtype, d_variance is None), dprior.numel(), 4 * arrays[4].size * keys * values, scratch,
-    )  # fmt: skip
-    dq, dk, dg = (functools.reduce(torch.Tensor.add_, x.unbind()) for x in (dq, dk, dg))
-    alpha = g.double().exp()
-    dg = torch.where(alpha > 0, dg * alpha, 0)
-    return dq.mul_(scale).to(q.dtype), dk.to(k.dtype), dw.to(w.dtype), dbeta.to(beta.dtype), dg.to(g.dtype), dprior.sum((0, 2)).to(prior.dtype), *states
+    dprior = torch.empty((len(cuts) - 1, heads, groups), dtype=torch.float64)
+    states = [torch.zeros((len(cuts) - 1, heads, values, keys), dtype=dtype) for _ in range(2)]
+    for state, gradient in zip(states, (d_information, d_excess_precision), strict=True):
+        if gradient is not None:
+            state.copy_(gradient)
+
+    lanes = 64 // dtype.itemsize
+    padded = -(-keys // lanes) * lanes
+    longest = int(np.diff(cuts).max(initial=1))
+    row = 4 * padded + 6 * group + 2 * keys * lanes
+    segment = min(longest, max(16, min(64, L2_BYTES // (row * dtype.itemsize)), math.isqrt(longest)))
+    scratch = [segment * n for n in (*4 * (padded,), *6 * (group,))]
+    scratch += [lanes * lanes, lanes * lanes, (segment + 1) * 2 * keys * lanes]
+    scratch += [2 * keys * group, -(-longest // segment) * 2 * keys * group]
+    outer = (_array(d_output, dtype), None if d_variance is None else _array(d_variance, dtype))
+    results = tuple(_array(x, dtype) for x in (*states, dq, dk, dw, dbeta))
+    sums = (_array(dg, torch.float64), _array(dprior, torch.float64))
+    arguments = (inputs, cuts, *outer, results, *sums, sizes, group, segment)
+    _run(_backward, (dtype, d_variance is None), arguments, scratch, dtype, dprior.numel(), 4 * g.numel() * keys * values)
+
+    dq, dk, dg = (functools.reduce(Tensor.add_, x.unbind()) for x in (dq, dk, dg))  # in order: deterministic
+    alpha = g.detach().double().exp()
+    dg = torch.where(alpha > 0, alpha * dg, 0)
+    gradients = (dq if scale == 1 else dq * scale, dk, dw, dbeta, dg, dprior.sum((0, 2)))
+    return *(d.to(x.dtype) for d, x in zip(gradients, (q, k, w, beta, g, prior), strict=True)), *states
 
 
 apply = register("cpu", forward, backward)

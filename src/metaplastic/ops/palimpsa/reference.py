@@ -3,6 +3,9 @@
 Memory grows with T (autograd keeps every state). It exists to be read and to be compared with.
 """
 
+import functools
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -16,26 +19,28 @@ def apply(q, k, w, beta, g, prior, information, excess_precision, cu_seqlens, sc
     offsets = read_offsets("palimpsa", cu_seqlens, q.shape[1])
     check_values(beta, g, prior, excess_precision, None if offsets is None else int(offsets[-1]))
     dtype = compute_dtype(q)
-    inputs = [x.to(dtype) for x in (q, k, w, beta, g)]
+    inputs = tuple(x.to(dtype) for x in (q, k, w, beta, g))
     rows = q.shape[0] if offsets is None else len(offsets) - 1
     if information is None:
         state = rule.init_state(rows, q.shape[2], w.shape[3], q.shape[3], dtype=dtype, device=q.device)
     else:
         state = rule.PalimpsaState(information, excess_precision)
+    run = functools.partial(rule.scan, prior=prior.to(dtype), scale=scale)
     if offsets is None:
-        mean, variance, final = rule.scan(*inputs, prior.to(dtype), state, scale)
+        mean, variance, final = run(*inputs, state=state)
     else:
-        mean, variance, final = _packed(inputs, prior.to(dtype), state, scale, offsets.tolist())
+        mean, variance, final = _packed(run, inputs, state, offsets.tolist())
     # A scan over no tokens returns the initial state itself: states are values, so hand out a copy.
     final = [x.clone() if x is s else x for x, s in zip(final, state, strict=True)]
     return mean.to(q.dtype), variance, *final
 
 
-def _packed(inputs: list[Tensor], prior: Tensor, state: rule.PalimpsaState, scale: float, offsets: list[int]):
+def _packed(run: Callable, inputs: tuple[Tensor, ...], state: rule.PalimpsaState, offsets: list[int]):
+    """``run`` on each sequence alone; zeros for the tail."""
     reads = []
     for n, (start, end) in enumerate(zip(offsets, offsets[1:], strict=False)):
-        piece = [x[:, start:end] for x in inputs]
-        reads.append(rule.scan(*piece, prior, rule.PalimpsaState(*(s[n : n + 1] for s in state)), scale))
+        alone = rule.PalimpsaState(*(s[n : n + 1] for s in state))
+        reads.append(run(*(x[:, start:end] for x in inputs), state=alone))
     tail = torch.zeros_like(inputs[2][:, offsets[-1] :])
     mean = torch.cat([*(r[0] for r in reads), tail], 1)
     variance = torch.cat([*(r[1] for r in reads), tail], 1)

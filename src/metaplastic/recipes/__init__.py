@@ -1,0 +1,1 @@
+"""Choices, not code: runs that are named for what they show, as typed configurations."""
