@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.logging import RichHandler
 from rich.markup import escape
 from rich.table import Table
 
@@ -28,8 +27,7 @@ Output = Annotated[Path, typer.Option("--output", "-o", help="Folder for everyth
 
 def main() -> None:
     """Entry point: errors a user can mend (bad values, missing files) are one line; anything else is a traceback."""
-    messages = Console(stderr=True)  # stdout is for what was asked for
-    logger.addHandler(RichHandler(console=messages, show_path=False, show_time=False, show_level=False))
+    logger.addHandler(logging.StreamHandler(sys.stderr))  # stdout is for what was asked for
     logger.setLevel(logging.INFO)
     warnings.showwarning = lambda message, *_, **__: logger.warning("warning: %s", message)
     try:
@@ -38,7 +36,7 @@ def main() -> None:
         if os.environ.get("METAPLASTIC_TRACEBACK"):
             raise
         line = " ".join(f"error: {error}".split())
-        messages.print(line, style="red", markup=False, highlight=False, soft_wrap=True)
+        Console(stderr=True).print(line, style="red", markup=False, highlight=False, soft_wrap=True)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
@@ -72,18 +70,18 @@ def train(
     key_size: int | None = None,
     value_size: int | None = None,
     intermediate_size: Annotated[int, typer.Option(help="Width of the MLP; 0 for none.")] = 384,
-    block_length: int = 256,
+    block_length: Annotated[int, typer.Option(help="Tokens of one row of a batch.")] = 256,
     batch_size: int = 16,
-    accumulation: int = 1,
+    accumulation: Annotated[int, typer.Option(help="Batches per optimiser step.")] = 1,
     steps: int = 300,
     learning_rate: float = 3e-3,
-    warmup: int = 20,
+    warmup: Annotated[int, typer.Option(help="Steps of rising learning rate.")] = 20,
     weight_decay: float = 0.1,
-    eval_every: int = 100,
-    save_every: int = 100,
+    eval_every: Annotated[int, typer.Option(help="Steps; 0: only at the end.")] = 100,
+    save_every: Annotated[int, typer.Option(help="Steps between checkpoints; 0: none.")] = 100,
     seed: int = 0,
-    bf16: bool = False,
-    compile: bool = False,
+    bf16: Annotated[bool, typer.Option(help="Matrix products in bfloat16.")] = False,
+    compile: Annotated[bool, typer.Option(help="Use torch.compile.")] = False,
     overwrite: Annotated[bool, typer.Option(help="Replace another run in the output folder.")] = False,
 ) -> None:
     """Train a language model on text. Run it again to resume after an interruption."""
@@ -196,6 +194,8 @@ def _number(value: object) -> str:
 
 def _print_table(title: str, *rows: tuple[str, object]) -> None:
     table = Table(title=title, title_justify="left", show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")  # a path that is cut short cannot be copied
     for name, value in rows:
         table.add_row(escape(str(name)), escape(str(value)))
     console.print(table)

@@ -1,5 +1,7 @@
 """The short convolution against torch's own, and its promises about state, padding and packing."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -59,7 +61,7 @@ def test_packed_equals_a_loop(offsets, continued):
     x = torch.randn(1, 9, 6, dtype=torch.float64)
     start = torch.randn(len(offsets) - 1, 3, 6, dtype=torch.float64) if continued else None
     y, state = conv(x, start, cu_seqlens=torch.tensor(offsets, dtype=torch.int32))
-    for n, (a, b) in enumerate(zip(offsets, offsets[1:], strict=False)):
+    for n, (a, b) in enumerate(itertools.pairwise(offsets)):
         alone, last = conv(x[:, a:b], None if start is None else start[n : n + 1])
         torch.testing.assert_close(y[:, a:b], alone)
         torch.testing.assert_close(state[n : n + 1], last)

@@ -1,12 +1,14 @@
 """Rung 4: the layer in parallel equals itself token by token; padding, packing, gradients, dtypes, initialisation."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from metaplastic import layers, rules
 from metaplastic.layers import MIXERS
-from metaplastic.layers.palimpsa_d import l2_normalize
+from metaplastic.layers.mixer import l2_normalize
 
 NAMES = ["palimpsa_d", "palimpsa_d_additive"]
 
@@ -36,7 +38,9 @@ def test_equations_written_out():
     y, _ = layer(x)
     heads, keys, values = 4, 3, 5
     raw = torch.cat([layer.q_proj(x), layer.k_proj(x), layer.v_proj(x)], -1)
-    mixed = F.silu(F.conv1d(F.pad(raw.transpose(1, 2), (3, 0)), layer.conv.weight[:, None], groups=raw.shape[-1]).transpose(1, 2))
+    mixed = F.silu(
+        F.conv1d(F.pad(raw.transpose(1, 2), (3, 0)), layer.conv.weight[:, None], groups=raw.shape[-1]).transpose(1, 2)
+    )
     q, k, u = mixed.split([6, 6, 20], -1)
     q, k = (F.normalize(z.view(1, 6, 2, keys), dim=-1).repeat_interleave(2, 2) for z in (q, k))
     u = u.view(1, 6, heads, values)
@@ -94,8 +98,10 @@ def test_padding_is_not_there(name, kind, continued):
     y, state = layer(garbage, start, mask=mask.to(kind))
     assert not y[~mask].any()
     for i in range(5):
-        row = None if start is None else type(start)(
-            start.convolution[i : i + 1], type(start.memory)(*(s[i : i + 1] for s in start.memory))
+        row = (
+            None
+            if start is None
+            else type(start)(start.convolution[i : i + 1], type(start.memory)(*(s[i : i + 1] for s in start.memory)))
         )
         alone, last = layer(x[i : i + 1, mask[i]], row)
         torch.testing.assert_close(y[i : i + 1, mask[i]], alone, rtol=0, atol=1e-12)
@@ -115,7 +121,7 @@ def test_packed_equals_a_loop(name, kind):
     offsets = [0, 0, 1, 3, 9, 9, 16]
     y, state = layer(x, cu_seqlens=torch.tensor(offsets, dtype=kind))
     loss, expected = y.square().sum() + sum(s.square().sum() for s in flat(state)), 0
-    for n, (a, b) in enumerate(zip(offsets, offsets[1:], strict=False)):
+    for n, (a, b) in enumerate(itertools.pairwise(offsets)):
         alone, last = layer(x[:, a:b])
         torch.testing.assert_close(y[:, a:b], alone, rtol=0, atol=1e-12)
         for s, t in zip(flat(state), flat(last), strict=True):
@@ -205,7 +211,7 @@ def test_initialisation():
     torch.manual_seed(0)
     layer = layers.PalimpsaD(64, 200, 4, 4, beta_rank=8, beta_scale_range=(0.1, 1.0), prior=2.0)
     a = layer.A_log.exp().detach()
-    assert 0 < a.min()
+    assert a.min() > 0
     assert a.max() <= 16
     assert a.mean() == pytest.approx(8, abs=1)
     dt = F.softplus(layer.dt_bias).detach()
@@ -250,7 +256,9 @@ def test_compiles_to_one_graph(name):
         expected, expected_state = layer(x[:, :length])
         torch.testing.assert_close(y, expected, rtol=0, atol=1e-12)
     with torch.no_grad():
-        step, _ = compiled(x[:, :1], type(state)(state.convolution.detach(), type(state.memory)(*(s.detach() for s in state.memory))))
+        step, _ = compiled(
+            x[:, :1], type(state)(state.convolution.detach(), type(state.memory)(*(s.detach() for s in state.memory)))
+        )
     torch.testing.assert_close(step, layer(x[:, :1], expected_state)[0], rtol=0, atol=1e-12)
 
 
@@ -280,7 +288,11 @@ def test_bad_inputs():
         (lambda: layer(x, mask=torch.ones(2, 3, dtype=torch.bool)), ValueError, r"mask must be \[B, T\]"),
         (lambda: layer(x[:1], mask=torch.ones(1, 11).bool(), cu_seqlens=torch.tensor([0, 3])), ValueError, "not both"),
         (lambda: layer(x, state.memory), TypeError, "state must be a MixerState"),
-        (lambda: layer(x, type(state)(state.convolution, rules.AdditiveState(state.memory[0]))), TypeError, "PalimpsaState"),
+        (
+            lambda: layer(x, type(state)(state.convolution, rules.AdditiveState(state.memory[0]))),
+            TypeError,
+            "PalimpsaState",
+        ),
         (lambda: layer(x, cu_seqlens=torch.tensor([0, 3])), ValueError, "batch size of x must be 1"),
         (lambda: layer(x[:1], state), ValueError, "state must be"),
     ):

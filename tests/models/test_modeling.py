@@ -122,7 +122,9 @@ def test_generate_from_a_saved_cache(kind):
     mask[0, 0] = 0
     padded = model(ids[:, :7], attention_mask=mask[:, :7], use_cache=True).cache
     reference = model.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False)
-    assert torch.equal(model.generate(ids, attention_mask=mask, cache=padded, max_new_tokens=5, do_sample=False), reference)
+    assert torch.equal(
+        model.generate(ids, attention_mask=mask, cache=padded, max_new_tokens=5, do_sample=False), reference
+    )
     with pytest.raises(ValueError, match="cache has seen 7 tokens but the prompt has only 7"):
         model.generate(ids[:, :7], cache=copy.deepcopy(saved), max_new_tokens=5)
     embeds = model.get_input_embeddings()(ids)
@@ -180,7 +182,13 @@ def test_the_state_does_not_grow():
     model, ids = make(), tokens()
 
     def size(cache):
-        return sum(s.numel() for x in cache.layers for d in (x.conv_states, x.recurrent_states) for s in d.values() if s is not None)
+        return sum(
+            s.numel()
+            for x in cache.layers
+            for d in (x.conv_states, x.recurrent_states)
+            for s in d.values()
+            if s is not None
+        )
 
     cache = model(ids[:, :1], use_cache=True).cache
     first = size(cache)
@@ -228,7 +236,11 @@ def test_missing_and_unexpected_weights_are_errors(tmp_path):
     save_file(weights | {"model.extra": torch.ones(1)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"unexpected keys: model.extra"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
-    save_file({n: w for n, w in weights.items() if "A_log" not in n}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {n: w for n, w in weights.items() if "A_log" not in n},
+        tmp_path / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, strict=False)
     mixer, saved = loaded.model.layers[0].mixer, model.model.layers[0].mixer
     assert mixer.A_log.isfinite().all()
@@ -265,7 +277,9 @@ def test_packed_equals_a_loop(kind):
     assert out.cache is None
     parts = [model(ids[:, a:b], use_cache=False).logits for a, b in ((0, 5), (5, 12))]
     torch.testing.assert_close(out.logits, torch.cat(parts, 1), rtol=0, atol=2e-5)
-    losses = [model(ids[:, a:b], labels=ids[:, a:b], num_items_in_batch=1, use_cache=False).loss for a, b in ((0, 5), (5, 12))]
+    losses = [
+        model(ids[:, a:b], labels=ids[:, a:b], num_items_in_batch=1, use_cache=False).loss for a, b in ((0, 5), (5, 12))
+    ]
     assert out.loss.item() == pytest.approx(sum(losses).item() / 10, rel=1e-5)
 
 
@@ -330,7 +344,10 @@ def test_bad_calls():
     [
         ({"mixers": "palimpsa"}, "unknown mixer 'palimpsa'; known: palimpsa_d"),
         ({"mixers": ["palimpsa_d"]}, "num_hidden_layers is 2, got 1"),
-        ({"mixer_options": {"palimpsa_d": {"heads": 2}}}, "unknown option 'heads' of mixer 'palimpsa_d'; known: num_heads"),
+        (
+            {"mixer_options": {"palimpsa_d": {"heads": 2}}},
+            "unknown option 'heads' of mixer 'palimpsa_d'; known: num_heads",
+        ),
         ({"mixer_options": {"mamba": {}}}, "unknown mixer 'mamba'"),
         ({"mixer_options": {"palimpsa_d_additive": {"prior": 1.0}}}, "unknown option 'prior'"),
         ({"hidden_sizes": 3}, "unknown configuration key 'hidden_sizes'; known: vocab_size"),

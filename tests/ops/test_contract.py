@@ -135,7 +135,10 @@ def test_extreme_evidence_stays_finite(backend, beta, prior):
     k[:, ::3] = 0
     g = torch.tensor([0.0, -1000.0]).expand(1, length, 2)
     w = torch.randn(1, length, 2, 3)
-    inputs = [x.clone().requires_grad_() for x in (k, k, w * min(beta, 1.0), torch.full_like(w, beta), g, torch.full((2,), prior))]
+    inputs = [
+        x.clone().requires_grad_()
+        for x in (k, k, w * min(beta, 1.0), torch.full_like(w, beta), g, torch.full((2,), prior))
+    ]
     read = ops.palimpsa(*inputs, output_variance=True, backend=backend)
     assert read.output.isfinite().all()
     assert (read.variance > 0).any()
@@ -185,7 +188,8 @@ def test_error_messages_name_the_argument(op):
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize(
-    ("offsets", "message"), [([1, 5], "start at 0"), ([0, 5, 4], "never decrease"), ([0, 91], "end at T = 90"), ([], r"\[N \+ 1\]")]
+    ("offsets", "message"),
+    [([1, 5], "start at 0"), ([0, 5, 4], "never decrease"), ([0, 91], "end at T = 90"), ([], r"\[N \+ 1\]")],
 )
 def test_bad_offsets(op, offsets, message):
     inputs = accuracy.example(op, Case(batch=1, length=90, initial=False), torch.float32)
@@ -206,7 +210,7 @@ def test_registered_as_a_proper_custom_op(op, backend):
     here(op, backend)
     for case in (Case(length=12), Case(batch=1, length=20, offsets=(0, 7, 7, 16))):
         inputs = accuracy.example(op, case, torch.float32)
-        states = [s for s in inputs["initial_state"]]
+        states = list(inputs["initial_state"])
         names = ("q", "k", "w", "beta", "g", "prior") if op == "palimpsa" else ("q", "k", "v", "g")
         arguments = [*(inputs[n] for n in names), *states, inputs.get("cu_seqlens"), 0.5]
         arguments += [True] if op == "palimpsa" else []

@@ -9,7 +9,12 @@ from metaplastic.ops.accuracy import Case
 
 pytestmark = pytest.mark.gpu
 PAIRS = [(op, backend) for op, entries in dispatch.BACKENDS.items() for backend in entries]
-CASES = (*accuracy.CASES, Case(length=0), Case(length=1), Case(batch=1, length=300, offsets=(0, 0, 130, 131, 280), decay="mixed"))
+CASES = (
+    *accuracy.CASES,
+    Case(length=0),
+    Case(length=1),
+    Case(batch=1, length=300, offsets=(0, 0, 130, 131, 280), decay="mixed"),
+)
 
 
 @pytest.mark.parametrize(("op", "backend"), PAIRS)

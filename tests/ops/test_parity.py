@@ -41,7 +41,9 @@ def test_lengths(op, backend, length, initial):
 
 
 @pytest.mark.parametrize(("op", "backend"), PAIRS)
-@pytest.mark.parametrize(("key_size", "value_size"), [(1, 1), (1, 7), (3, 2), (33, 17), (48, 96), (130, 5), (5, 200), (256, 256)])
+@pytest.mark.parametrize(
+    ("key_size", "value_size"), [(1, 1), (1, 7), (3, 2), (33, 17), (48, 96), (130, 5), (5, 200), (256, 256)]
+)
 def test_head_sizes(op, backend, key_size, value_size):
     check(op, backend, Case(batch=1, length=34, key_size=key_size, value_size=value_size), torch.float64)
 
@@ -60,7 +62,9 @@ def test_decays(op, backend, decay):
     check(op, backend, Case(length=150, decay=decay), torch.float64)
 
 
-@pytest.mark.parametrize("case", [Case(decay="per key", length=40), Case(decay="per key", batch=1, length=90, offsets=PACKED)])
+@pytest.mark.parametrize(
+    "case", [Case(decay="per key", length=40), Case(decay="per key", batch=1, length=90, offsets=PACKED)]
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_decay_per_key(case, dtype):
     check("additive", "chunked", case, dtype)
@@ -155,4 +159,3 @@ def test_the_harness_sees_a_wrong_gradient(monkeypatch):
     monkeypatch.setattr(module._Chunk, "backward", wrong)
     errors = accuracy.measure("additive", "chunked", Case(), torch.float64)
     assert set(accuracy.failures("additive", "chunked", errors, torch.float64)) == {"gradient of g"}
-

@@ -46,7 +46,9 @@ def test_equation_5_in_the_papers_coordinates():
 @pytest.mark.parametrize(("importance", "expected"), [(1.0, 0.45), (9.0, 8.1 / 9.2)])
 def test_the_papers_worked_example(importance, expected):
     """An old mean of 1 meets a target of 0: important memory moves less (seeds: alpha 0.9, prior, k and beta 1)."""
-    state = palimpsa.State(torch.full((1, 1, 1, 1), importance, dtype=F64), torch.full((1, 1, 1, 1), importance - 1, dtype=F64))
+    state = palimpsa.State(
+        torch.full((1, 1, 1, 1), importance, dtype=F64), torch.full((1, 1, 1, 1), importance - 1, dtype=F64)
+    )
     one = torch.ones(1, 1, 1, dtype=F64)
     state = palimpsa.step(state, one, 0 * one, one, torch.tensor([[0.9]], dtype=F64).log())
     mean, _ = palimpsa.readout(state, one, torch.ones(1, dtype=F64))
@@ -92,7 +94,10 @@ def test_without_evidence_it_is_the_additive_rule():
     assert errors[1] < 1e-3
     assert errors[2] / errors[1] == pytest.approx(100, rel=0.05)
     torch.testing.assert_close(
-        palimpsa.scan(q, k, w, 0 * beta, g, prior, start(q, w), scale=0.5)[1], spread / prior[:, None], rtol=1e-12, atol=0
+        palimpsa.scan(q, k, w, 0 * beta, g, prior, start(q, w), scale=0.5)[1],
+        spread / prior[:, None],
+        rtol=1e-12,
+        atol=0,
     )
 
 

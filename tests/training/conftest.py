@@ -98,19 +98,23 @@ def network():
 class Nursery:
     """A process that has imported everything and forks a child for each job, so that killing a run costs no import."""
 
-    def __init__(self):
+    def __init__(self, log: Path):
+        self.log = log  # what the children say
         root = Path(__file__).parents[2]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(root), *sys.path])}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.training.nursery"],
-            cwd=root, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        )  # fmt: skip
+        with log.open("w") as errors:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tests.training.nursery"],
+                cwd=root, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
+            )  # fmt: skip
 
     def run(self, *jobs: dict) -> list[int]:
         """Runs jobs side by side; their exit codes, negative for the signal that killed one."""
         self.process.stdin.write(json.dumps(jobs) + "\n")
         self.process.stdin.flush()
-        return json.loads(self.process.stdout.readline())
+        answer = self.process.stdout.readline()
+        assert answer, self.log.read_text()
+        return json.loads(answer)
 
     def close(self):
         with self.process:  # closes its pipes, which ends it
@@ -118,7 +122,7 @@ class Nursery:
 
 
 @pytest.fixture(scope="package")
-def nursery(_quiet_machine):
-    nursery = Nursery()
+def nursery(_quiet_machine, tmp_path_factory):
+    nursery = Nursery(tmp_path_factory.mktemp("nursery") / "log.txt")
     yield nursery
     nursery.close()

@@ -80,6 +80,7 @@ def _child(job: dict) -> None:
     code = 1
     try:
         os.dup2(2, 1)  # standard output is for the answers
+        signal.alarm(120)  # a child that hangs dies of it
         os.environ.update(job.get("environment", {}))
         globals()[job["function"]](**job["arguments"])
         code = 0

@@ -2,6 +2,7 @@ import json
 import logging
 import math
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -169,6 +170,21 @@ def test_rotation_keeps_the_newest_and_what_is_not_a_checkpoint(build, tmp_path)
     assert [path.name for path in checkpoints(tmp_path / "run")] == ["checkpoint-6", "checkpoint-8", "checkpoint-10"]
     assert (mine / "notes.txt").is_file()
     assert {path.name for path in (tmp_path / "run").iterdir()} == {*(f"checkpoint-{n}" for n in (6, 8, 10)), mine.name}
+
+
+def test_a_crash_while_deleting_leaves_no_half_of_a_checkpoint(build, tmp_path, monkeypatch):
+    def crash(folder, **_):
+        if (file := Path(folder) / "optimizer.pt").exists():
+            file.unlink()
+            raise Stop
+
+    monkeypatch.setattr(module.shutil, "rmtree", crash)
+    with pytest.raises(Stop):
+        build(**SAVING, save_total_limit=1).train()
+    run = tmp_path / "run"
+    assert [path.name for path in checkpoints(run)] == ["checkpoint-4"]
+    assert (run / "checkpoint-4" / "optimizer.pt").is_file()
+    assert (run / f"{STAGING}-checkpoint-2").is_dir()
 
 
 def test_no_limit_keeps_every_checkpoint(build, tmp_path):

@@ -53,7 +53,8 @@ def _check(op: str, backend: str, device: str, dtype: torch.dtype, name: str) ->
                 errors = accuracy.measure(op, backend, case, dtype, device)
                 largest = max(largest, *errors.values())
                 problems += [
-                    f"{what}: error {error:.1e}" for what, error in accuracy.failures(op, backend, errors, dtype).items()
+                    f"{what}: error {error:.1e}"
+                    for what, error in accuracy.failures(op, backend, errors, dtype).items()
                 ]
     except Exception as error:  # whatever a compiler or driver throws is a failed check, not a crash of the doctor
         problems.append(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")

@@ -1,5 +1,6 @@
 """Recall of a trained model on associative-recall rows: accuracy over all queries and by the age of the pair."""
 
+import itertools
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ def recall(model: PreTrainedModel, dataset: MQARDataset, *, batch_size: int = 64
     hit, age = torch.cat(hits).flatten().float(), dataset.distance.flatten().float()
     edges = torch.linspace(float(age.min()), float(age.max()) + 1, age_bins + 1)
     by_age = []
-    for low, high in zip(edges, edges[1:], strict=False):
+    for low, high in itertools.pairwise(edges):
         inside = (age >= low) & (age < high)
         if inside.any():
             by_age.append(

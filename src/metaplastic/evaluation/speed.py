@@ -27,7 +27,9 @@ PALIMPSA_D_170M: dict[str, Any] = {
 }
 
 
-def palimpsa_inputs(batch: int, length: int, heads: int, key: int, value: int, dtype=torch.float32) -> list[torch.Tensor]:
+def palimpsa_inputs(
+    batch: int, length: int, heads: int, key: int, value: int, dtype=torch.float32
+) -> list[torch.Tensor]:
     """Random q, k, w, beta, g, prior of a plausible layer, requiring gradients."""
     source = torch.Generator().manual_seed(0)
 
@@ -37,7 +39,10 @@ def palimpsa_inputs(batch: int, length: int, heads: int, key: int, value: int, d
     q, k = (torch.nn.functional.normalize(draw(batch, length, heads, key), dim=-1) for _ in range(2))
     w, beta = draw(batch, length, heads, value), draw(batch, length, heads, value).sigmoid()
     g = -0.1 * draw(batch, length, heads).sigmoid()
-    return [x.to(dtype).requires_grad_() for x in (q, k, w, beta)] + [g.requires_grad_(), torch.ones(heads).requires_grad_()]
+    return [x.to(dtype).requires_grad_() for x in (q, k, w, beta)] + [
+        g.requires_grad_(),
+        torch.ones(heads).requires_grad_(),
+    ]
 
 
 def medians(sides: dict[str, Callable[[], Any]], repetitions: int) -> dict[str, float]:
@@ -147,5 +152,3 @@ def peak_growth(run: Callable[[], Any]) -> float:
         done.set()
         watcher.join()
     return float(max(0, peak - base))
-
-

@@ -8,7 +8,7 @@ a recurrent state does not do; and an all-recurrent cache does not know its leng
 import torch
 from transformers import Cache
 
-from ..layers.palimpsa_d import MixerState
+from ..layers.mixer import MixerState
 
 _COUNT = "tokens_seen"  # attribute of the cache, a tensor: counting never waits for the device
 

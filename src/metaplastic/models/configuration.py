@@ -119,4 +119,4 @@ def mixer_option_names(name: str) -> list[str]:
     return [n for n in names if n not in ("self", "hidden_size")]
 
 
-_FIELDS = [name for name in MetaplasticConfig.__annotations__]
+_FIELDS = list(MetaplasticConfig.__annotations__)

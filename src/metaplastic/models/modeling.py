@@ -106,10 +106,12 @@ class MetaplasticPreTrainedModel(PreTrainedModel):
         problems = {name: sorted(info[name]) for name in ("missing_keys", "unexpected_keys") if info[name]}
         if strict and problems:
             found = "; ".join(
-                f"{name.replace('_', ' ')}: {', '.join(keys[:5])}{f' and {len(keys) - 5} more' if len(keys) > 5 else ''}"
+                f"{len(keys)} {name.replace('_', ' ')}: {', '.join(keys[:5])}{', ...' if len(keys) > 5 else ''}"
                 for name, keys in problems.items()
             )
-            raise ValueError(f"the checkpoint {str(path)!r} does not fit {cls.__name__}: {found} (strict=False loads it)")
+            raise ValueError(
+                f"the checkpoint {str(path)!r} does not fit {cls.__name__}: {found} (strict=False loads it)"
+            )
         return (model, info) if output_loading_info else model
 
 
@@ -128,7 +130,9 @@ class MetaplasticModel(MetaplasticPreTrainedModel):
             return None
         length = x.shape[1]
         fits = attention_mask.dim() == 2 and attention_mask.shape[0] == x.shape[0]
-        if not fits or not (attention_mask.shape[1] == length or (cache is not None and attention_mask.shape[1] > length)):
+        if not fits or not (
+            attention_mask.shape[1] == length or (cache is not None and attention_mask.shape[1] > length)
+        ):
             raise ValueError(
                 f"attention_mask must be [B, T] = {list(x.shape[:2])} (longer with a cache: its last T columns count), "
                 f"got {list(attention_mask.shape)}"
@@ -219,7 +223,14 @@ class MetaplasticForCausalLM(MetaplasticPreTrainedModel, GenerationMixin):
             logits_to_keep: only the last so many positions (0: all), or an index tensor.
         """
         outputs = self.model(
-            input_ids, attention_mask, cache, inputs_embeds, use_cache, cu_seqlens, output_hidden_states, return_dict=True
+            input_ids,
+            attention_mask,
+            cache,
+            inputs_embeds,
+            use_cache,
+            cu_seqlens,
+            output_hidden_states,
+            return_dict=True,
         )
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, keep])

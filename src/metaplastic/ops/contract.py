@@ -4,6 +4,7 @@ Shapes, types and dtypes are always checked. Values (``g <= 0``, ``prior > 0``, 
 an accelerator only under :func:`debug_checks`, because reading a value there stalls the device.
 """
 
+import itertools
 from typing import Any, NamedTuple
 
 import torch
@@ -110,7 +111,7 @@ def read_offsets(op: str, cu_seqlens: Tensor | None, length: int) -> Tensor | No
     offsets = cu_seqlens.detach().to("cpu", torch.int64)
     values = offsets.tolist()
     require(values[0] == 0, f"{op}: cu_seqlens must start at 0, got {values[0]}")
-    for n, (start, end) in enumerate(zip(values, values[1:], strict=False)):
+    for n, (start, end) in enumerate(itertools.pairwise(values)):
         require(start <= end, f"{op}: cu_seqlens must never decrease, got {start} then {end} at position {n + 1}")
     require(values[-1] <= length, f"{op}: cu_seqlens must end at T = {length} or earlier, got {values[-1]}")
     return offsets

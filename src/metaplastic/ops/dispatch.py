@@ -128,7 +128,6 @@ def resolve(op: str, backend: str, device: str, dtype: torch.dtype) -> Callable:
     return _functions[_resolve(op, backend, device, dtype)]
 
 
-@torch.compiler.assume_constant_result  # torch.compile runs this once, while tracing; only the look-up is in its graph
 def _resolve(op: str, backend: str, device: str, dtype: torch.dtype) -> str:
     if backend == "auto":
         backend = _choose(op, device, dtype)
@@ -141,6 +140,11 @@ def _resolve(op: str, backend: str, device: str, dtype: torch.dtype) -> str:
     name = f"{op}/{backend}"
     _functions[name] = load(op, backend)
     return name
+
+
+# torch.compile runs _resolve once, while tracing; only the look-up is in its graph. This is what the decorator
+# torch.compiler.assume_constant_result does, without its import of torch._dynamo (over a second).
+_resolve._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def backends() -> dict[str, dict[str, str]]:

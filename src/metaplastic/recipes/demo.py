@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+from transformers import AutoTokenizer, set_seed
 
 from .. import results
 from ..evaluation import Report
 from ..training import TrainConfig, train
+from ..training.saved import load_model
 from .mqar import RecallRun, run_recall
 
 MIXERS = {"palimpsa_d": "Palimpsa-D", "palimpsa_d_additive": "without metaplasticity"}
@@ -27,12 +28,14 @@ PROMPT = "The Python language "
 
 @dataclasses.dataclass(frozen=True)
 class DemoConfig:
-    recall: RecallRun = RecallRun()
+    recall: RecallRun = dataclasses.field(default_factory=RecallRun)
     seeds: tuple[int, ...] = (0,)
-    text: TrainConfig = TrainConfig(
-        hidden_size=128, layers=3, heads=4, key_size=16, value_size=32, intermediate_size=256,
-        block_length=192, batch_size=8, steps=250, eval_every=125, save_every=125, learning_rate=4e-3, warmup=25,
-        max_bytes=4_000_000,
+    text: TrainConfig = dataclasses.field(
+        default_factory=lambda: TrainConfig(
+            hidden_size=128, layers=3, heads=4, key_size=16, value_size=32, intermediate_size=256,
+            block_length=192, batch_size=8, steps=250, eval_every=125, save_every=125, learning_rate=4e-3, warmup=25,
+            max_bytes=4_000_000,
+        )
     )  # fmt: skip
     new_tokens: int = 300
 
@@ -92,7 +95,7 @@ def _summary(recalls: dict, language: dict, written: dict) -> dict[str, Any]:
 def _generate(model: Path, config: DemoConfig) -> dict[str, Any]:
     """Samples a continuation and measures the cache after the prompt and at the end."""
     tokenizer = AutoTokenizer.from_pretrained(model)
-    network = AutoModelForCausalLM.from_pretrained(model).eval()
+    network = load_model(model).eval()
     ids = tokenizer(PROMPT, return_tensors="pt", add_special_tokens=False)["input_ids"].long()
     prefilled = network(input_ids=ids[:, :-1], use_cache=True).cache
     before = _bytes(prefilled)
@@ -138,7 +141,11 @@ def _report(config: DemoConfig, result: dict[str, Any], output: Path) -> Path:
             label = name if number == 0 else None
             curves.plot([p["step"] for p in r["curve"]], [p["accuracy"] for p in r["curve"]], color=colour, label=label)
             ages.plot(
-                [p["distance"] for p in r["by_age"]], [p["accuracy"] for p in r["by_age"]], "o-", color=colour, label=label
+                [p["distance"] for p in r["by_age"]],
+                [p["accuracy"] for p in r["by_age"]],
+                "o-",
+                color=colour,
+                label=label,
             )
     curves.axhline(measured["recall"]["palimpsa_d"][0]["chance"], color="#8c959f", linestyle=":", label="chance")
     curves.set(xlabel="training step", ylabel="queries answered right", ylim=(0, 1), title="Learning to recall")
@@ -150,7 +157,9 @@ def _report(config: DemoConfig, result: dict[str, Any], output: Path) -> Path:
     history = measured["language"]["history"]
     figure = Figure(figsize=(6, 3.2))
     axes = figure.subplots()
-    axes.plot([e["step"] for e in history if "loss" in e], [e["loss"] for e in history if "loss" in e], label="training")
+    axes.plot(
+        [e["step"] for e in history if "loss" in e], [e["loss"] for e in history if "loss" in e], label="training"
+    )
     held = [e for e in history if "eval_loss" in e]
     axes.plot([e["step"] for e in held], [e["eval_loss"] for e in held], "o", label="held out")
     axes.set(xlabel="step", ylabel="nats per byte", title="Byte language model")
@@ -160,8 +169,8 @@ def _report(config: DemoConfig, result: dict[str, Any], output: Path) -> Path:
     report.heading("Generated text")
     written = measured["generation"]
     report.text(
-        f"{written['new_tokens']} bytes sampled at temperature 0.7. The memory took {written['state_bytes'][0]:,} bytes "
-        f"after the prompt and {written['state_bytes'][1]:,} at the end: it does not grow."
+        f"{written['new_tokens']} bytes sampled at temperature 0.7. The memory took {written['state_bytes'][0]:,} "
+        f"bytes after the prompt and {written['state_bytes'][1]:,} at the end: it does not grow."
     )
     report.preformatted(written["text"])
     report.facts(result)

@@ -21,17 +21,17 @@ class RecallRun:
     """One model trained on MQAR. Learning rate: warm-up over a tenth of the steps, then cosine to zero."""
 
     mixer: str = "palimpsa_d"
-    sequence_length: int = 48
-    pairs: int = 12
+    sequence_length: int = 64
+    pairs: int = 16
     vocabulary: int = 64
     train_rows: int = 40_000
     test_rows: int = 1_000
     hidden_size: int = 64
     layers: int = 2
     heads: int = 4
-    key_size: int = 8
+    key_size: int = 16
     value_size: int = 16
-    steps: int = 1_000
+    steps: int = 600
     batch_size: int = 64
     learning_rate: float = 1e-2
     measure_every: int = 100

@@ -244,28 +244,31 @@ class _Bar(ProgressCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         super().on_train_begin(args, state, control, **kwargs)
-        self.shown: dict[str, str] = {}
+        self.seen: dict[str, float] = {}
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        if self.training_bar is not None and (shown := _shown(logs or {})):
-            self.shown |= shown
-            self.training_bar.set_postfix(self.shown)
+        if self.training_bar is not None:
+            self.seen |= logs or {}
+            self.training_bar.set_postfix(_shown(self.seen))
 
 
 class _Lines(TrainerCallback):
     """Without a bar (no terminal): a line in the log for each evaluation, and now and then in between."""
 
     def __init__(self):
-        self.shown: dict[str, str] = {}
+        self.training: dict[str, float] = {}
         self.last = time.monotonic()
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        if not state.is_world_process_zero or not (shown := _shown(logs or {})):
+        logs = logs or {}
+        if "loss" in logs:
+            self.training = logs
+        elif "eval_loss" not in logs:
             return
-        self.shown |= shown
-        if "eval_loss" in shown or time.monotonic() - self.last >= SECONDS_BETWEEN_LINES:
-            self.last = time.monotonic()
-            what = ", ".join(f"{name} {value}" for name, value in self.shown.items())
+        now = time.monotonic()
+        if state.is_world_process_zero and ("eval_loss" in logs or now - self.last >= SECONDS_BETWEEN_LINES):
+            self.last = now
+            what = ", ".join(f"{name} {value}" for name, value in _shown(self.training | logs).items())
             logger.info("step %d of %d: %s", state.global_step, state.max_steps, what)
 
 

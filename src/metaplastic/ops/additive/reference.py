@@ -1,5 +1,7 @@
 """The reference backend: :func:`metaplastic.rules.additive.scan` token by token, differentiated by autograd."""
 
+import itertools
+
 import torch
 
 from ...rules import additive as rule
@@ -24,7 +26,7 @@ def apply(q, k, v, g, mean, cu_seqlens, scale):
         return output.to(q.dtype), final.mean.clone() if final.mean is start.mean else final.mean
     edges = offsets.tolist()
     outputs, finals = [], [start.mean[:0]]
-    for n, (a, b) in enumerate(zip(edges, edges[1:], strict=False)):
+    for n, (a, b) in enumerate(itertools.pairwise(edges)):
         alone = rule.AdditiveState(start.mean[n : n + 1])
         output, _, final = rule.scan(*(x[:, a:b] for x in inputs), state=alone, scale=scale)
         outputs.append(output)

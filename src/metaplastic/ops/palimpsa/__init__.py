@@ -1,4 +1,4 @@
-"""``ops.palimpsa``: read a memory whose every element carries a precision. Mathematics: :mod:`metaplastic.rules.palimpsa`."""
+"""``ops.palimpsa``: a memory whose every element carries a precision. Mathematics: ``metaplastic.rules.palimpsa``."""
 
 from torch import Tensor
 
@@ -57,7 +57,12 @@ def palimpsa(
         op,
         q.shape[:3],
         q.device,
-        {"k": (k, (key_size,), "[B, T, H, K]"), "w": (w, *per_value), "beta": (beta, *per_value), "g": (g, (), "[B, T, H]")},
+        {
+            "k": (k, (key_size,), "[B, T, H, K]"),
+            "w": (w, *per_value),
+            "beta": (beta, *per_value),
+            "g": (g, (), "[B, T, H]"),
+        },
     )
     contract.check_tensors(op, q.shape[2:3], q.device, {"prior": (prior, (), "[H]")})
     rows = contract.check_packing(op, cu_seqlens, batch)

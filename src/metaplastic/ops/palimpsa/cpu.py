@@ -17,15 +17,19 @@ The last line needs the earlier state but, unlike a running sum of differences, 
 
 Layout   The value rows of a head are cut into tiles of one SIMD vector (64 bytes: 16 rows of float32, 8 of float64),
          the last one padded. A tile is stored key by key with its rows along the lanes, so that y, dw and dbeta are
-         sums of whole vectors, and only dq and dk are sums over lanes. It stays in the L1 or L2 cache.
-Tasks    One head of one sequence, or some of its tiles where heads are few. The cut follows from the shapes alone and
-         partial sums of dq, dk and dg are added in a fixed order: the number of threads changes no bit.
+         sums of whole vectors; only dq and dk are sums over lanes. It stays in the L1 or L2 cache.
+Tasks    One head of one sequence, or some of its tiles where heads are few; dq, dk and dg then have that many partial
+         copies. The cut follows from the shapes alone and sums run in a fixed order: no bit depends on the threads.
 Memory   Forward saves nothing. Backward stores the state of every S-th token in a sweep, then replays S tokens of one
-         tile at a time and walks them back. S fits the L2 cache but is at least sqrt(T), so that the scratch of a
-         thread grows as sqrt(T) (2 K V + 32 K) elements (under 1 MB at T = 1024, K = 32, V = 64).
-Types    float64 for a float64 q, else float32; dg and dprior are summed over tiles and tokens in float64. The one
-         fast-math flag, "contract", allows fused multiply-adds: infinities and NaNs behave as in PyTorch.
+         tile at a time and walks them back. S is what fits the L2 cache, or sqrt(T) if that is more, so that the
+         scratch of a thread grows with sqrt(T) (2 K V + 32 K) elements: at K = 32, V = 64 in float32, 0.7 MB for
+         T = 1024 and 6 MB for T = 65536.
+Types    float64 for a float64 q, else float32; sums over tiles and tokens (dg, dprior) in float64. The only fast-math
+         flag is "contract", which allows fused multiply-adds: infinities and NaNs behave as everywhere.
 """
+
+# pyright: reportCallIssue=false
+# (an @intrinsic is called without the typing context that it is defined with)
 
 import functools
 import logging
@@ -39,27 +43,30 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba import njit, types
+from numba.core import cgutils
 from numba.extending import intrinsic, lower_builtin, models, register_model, type_callable
 from torch import Tensor
 
 from ..contract import compute_dtype
 from .custom import register
 
-FORWARD_BLOCK = 8  # tokens copied to contiguous scratch at a time; with a small state they share the L1 cache
-L2_BYTES = 1 << 19  # what a segment of the backward pass may fill
-MIN_TASKS = 16  # heads below this number are cut into several tasks each
+VECTOR_BYTES = 64
+BLOCK = 8  # tokens that forward copies to scratch at a time: with a small state they share the L1 cache
+L2_BYTES = 1 << 19  # what a segment of backward may fill
+MIN_TASKS = 8  # fewer heads than this are cut into several tasks each
 INLINE_WORK = 1 << 18  # state elements x tokens below which waking threads costs more than it brings
+ANNOUNCE_AFTER = 1.0  # seconds of compiling; loading from the disk cache takes less
 
 logger = logging.getLogger("metaplastic")
 
 
-# SIMD vectors for Numba. LLVM's own vectoriser cannot hold the sum over an outer loop in a vector register.
-# Machines with narrower registers than 64 bytes use several of them per vector.
+# SIMD vectors for Numba. LLVM's own vectoriser does not keep a vector of sums in a register across an outer loop.
+# A machine with narrower registers uses several of them for one vector.
 
 
 class Lanes(types.Type):
     def __init__(self, dtype):
-        self.dtype, self.count = dtype, 512 // dtype.bitwidth
+        self.dtype, self.count = dtype, 8 * VECTOR_BYTES // dtype.bitwidth
         super().__init__(name=f"Lanes({dtype})")
 
 
@@ -108,6 +115,16 @@ def _add_halves(builder, left, right, half):
     return builder.fadd(_shuffle(builder, left, right, first), _shuffle(builder, left, right, second))
 
 
+def _masked(builder, lanes, operation, result, operands, count, default):
+    i32 = ir.IntType(32)
+    numbers = ir.Constant(ir.VectorType(i32, lanes.count), list(range(lanes.count)))
+    mask = builder.icmp_signed("<", numbers, _broadcast(builder, builder.trunc(count, i32), lanes.count))
+    operands = [*operands, i32(lanes.dtype.bitwidth // 8), mask, *default]
+    kind = ir.FunctionType(result, [operand.type for operand in operands])
+    name = f"llvm.masked.{operation}.v{lanes.count}f{lanes.dtype.bitwidth}.p0"
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), operands)
+
+
 @intrinsic
 def splat(typing, value):
     """`value` in every lane."""
@@ -130,22 +147,31 @@ def spread(typing, array, index):
 
 
 @intrinsic
-def load(typing, array, index):
+def load(typing, array, index, count=None):
+    """The vector at `array[index]`, or its first `count` lanes (it may have fewer) and zeros in the others."""
+
     def generate(context, builder, signature, arguments):
-        return builder.load(_pointer(context, builder, array, *arguments, lanes), align=array.dtype.bitwidth // 8)
+        pointer = _pointer(context, builder, array, *arguments[:2], lanes)
+        if count is None:
+            return builder.load(pointer, align=array.dtype.bitwidth // 8)
+        vector = context.get_value_type(lanes)
+        return _masked(builder, lanes, "load", vector, [pointer], arguments[2], [ir.Constant(vector, None)])
 
     lanes = Lanes(array.dtype)
-    return lanes(array, types.intp), generate
+    return lanes(array, types.intp, types.Omitted(None) if count is None else types.intp), generate
 
 
 @intrinsic
-def store(typing, array, index, vector):
+def store(typing, array, index, vector, count=None):
     def generate(context, builder, signature, arguments):
         pointer = _pointer(context, builder, array, *arguments[:2], vector)
-        builder.store(arguments[2], pointer, align=array.dtype.bitwidth // 8)
+        if count is None:
+            builder.store(arguments[2], pointer, align=array.dtype.bitwidth // 8)
+        else:
+            _masked(builder, vector, "store", ir.VoidType(), [arguments[2], pointer], arguments[3], [])
         return context.get_dummy_value()
 
-    return types.none(array, types.intp, vector), generate
+    return types.none(array, types.intp, vector, types.Omitted(None) if count is None else types.intp), generate
 
 
 @intrinsic
@@ -165,7 +191,7 @@ def lane_sum(typing, vector):
 
 @intrinsic
 def lane_sums(typing, array):
-    """Lane i is the sum over the lanes of the i-th vector in `array`, which holds as many vectors as they have lanes."""
+    """Lane i is the sum over the lanes of the i-th vector in `array`, which holds as many of them as lanes."""
 
     def generate(context, builder, signature, arguments):
         places = [ir.IntType(64)(i * lanes.count) for i in range(lanes.count)]
@@ -181,7 +207,8 @@ def lane_sums(typing, array):
 
 
 # Kernels. Tensors arrive flat, [token, head, feature] with all sequences in one row, cut by `offsets`. In scratch, the
-# features of a token are padded with zeros to whole vectors; a tile is M of key 0, J of key 0, M of key 1, ...
+# features of a token are padded with zeros to whole vectors. A state is [sequence, head, tile, key, M or J, lane].
+# -(-a // b) rounds a / b up.
 
 _helper = njit(error_model="numpy", fastmath={"contract"})
 
@@ -195,139 +222,91 @@ def _kernel(function):
 
 
 @_helper
-def _copy_in(block, source, start, stride, tokens, width):
-    """`width` features of consecutive tokens, `stride` apart. Used in place they would miss the cache one by one."""
-    lanes = 64 // block.itemsize
-    pitch = (width + lanes - 1) // lanes * lanes
-    for token in range(tokens):
-        at, to = start + token * stride, token * pitch
-        for i in range(0, width - lanes + 1, lanes):
-            store(block, to + i, load(source, at + i))
-        for i in range(width // lanes * lanes, pitch):
-            block[to + i] = source[at + i] if i < width else 0
+def _copy_in(block, source, at, stride, tokens, width):
+    """`width` features of consecutive tokens. The features of one head are a thin slice of memory: read in place,
+    line after line would miss the cache, or they would compete for the same few lines of it."""
+    lanes = VECTOR_BYTES // block.itemsize
+    to = 0
+    for _ in range(tokens):
+        for i in range(0, width, lanes):
+            store(block, to, load(source, at + i, width - i))
+            to += lanes
+        at += stride
 
 
 @_helper
-def _copy_out(target, start, stride, tokens, width, block):
-    lanes = 64 // block.itemsize
-    pitch = (width + lanes - 1) // lanes * lanes
-    for token in range(tokens):
-        at, to = token * pitch, start + token * stride
-        for i in range(0, width - lanes + 1, lanes):
-            store(target, to + i, load(block, at + i))
-        for i in range(width // lanes * lanes, width):
-            target[to + i] = block[at + i]
+def _copy_out(target, to, stride, block, tokens, width):
+    lanes = VECTOR_BYTES // block.itemsize
+    at = 0
+    for _ in range(tokens):
+        for i in range(0, width, lanes):
+            store(target, to + i, load(block, at), width - i)
+            at += lanes
+        to += stride
 
 
 @_helper
-def _tiles_from_rows(tiles, information, excess, start, rows, keys):
-    """A state as the caller has it, [rows, keys], to tiles. An empty array stands for zeros."""
-    lanes = 64 // tiles.itemsize
-    tiles[: (rows + lanes - 1) // lanes * 2 * keys * lanes] = 0
-    if information.size:
-        for row in range(rows):
-            to = row // lanes * 2 * keys * lanes + row % lanes
-            for i in range(keys):
-                tiles[to + 2 * i * lanes] = information[start + row * keys + i]
-                tiles[to + (2 * i + 1) * lanes] = excess[start + row * keys + i]
+def _fetch(writes, inputs, token, tokens, heads, keys, values, v, rows):
+    """What the tokens write, to scratch."""
+    k_block, k2_block, w_block, beta_block, alpha_block = writes
+    _, k, w, beta, alpha, _ = inputs
+    lanes = VECTOR_BYTES // k.itemsize
+    _copy_in(k_block, k, token * keys, heads * keys, tokens, keys)
+    _copy_in(w_block, w, token * values + v, heads * values, tokens, rows)
+    _copy_in(beta_block, beta, token * values + v, heads * values, tokens, rows)
+    for i in range(0, tokens * -(-keys // lanes) * lanes, lanes):
+        store(k2_block, i, load(k_block, i) * load(k_block, i))
+    for s in range(tokens):
+        alpha_block[s] = alpha[token + s * heads]
 
 
 @_helper
-def _rows_from_tiles(information, excess, start, rows, keys, tiles):
-    lanes = 64 // tiles.itemsize
-    for row in range(rows):
-        at = row // lanes * 2 * keys * lanes + row % lanes
+def _advance(writes, tokens, row, pitch, keys, source, at, target, to, stride):
+    """The recurrence on one tile, from the state source[at:]. The first token leaves target[to:], the next one the
+    state `stride` after that (0: only the last state is kept)."""
+    k_block, k2_block, w_block, beta_block, alpha_block = writes
+    lanes = VECTOR_BYTES // target.itemsize
+    key = 0
+    for s in range(tokens):
+        w_t, beta_t, alpha_t = load(w_block, row), load(beta_block, row), spread(alpha_block, s)
         for i in range(keys):
-            information[start + row * keys + i] = tiles[at + 2 * i * lanes]
-            excess[start + row * keys + i] = tiles[at + (2 * i + 1) * lanes]
-
-
-@_helper
-def _update(m, j, w, beta, alpha, k):
-    return m * alpha + w * k, j * alpha + beta * (k * k)
-
-
-@_helper
-def _update_tile(target, to, source, at, k, key, keys, w, beta, alpha):
-    """One token of the recurrence on one tile, from source[at:] to target[to:]."""
-    lanes = 64 // target.itemsize
-    for i in range(keys):
-        place = 2 * i * lanes
-        m, j = _update(load(source, at + place), load(source, at + place + lanes), w, beta, alpha, spread(k, key + i))
-        store(target, to + place, m)
-        store(target, to + place + lanes, j)
-
-
-@_helper
-def _decode(inputs, begin, h, start, rows, v, output, variance, final_information, final_excess, sizes):
-    """A sequence of one token: the state is used as it lies in memory, keys along the lanes."""
-    q, k, w, beta, alpha, prior, information, excess = inputs
-    heads, keys, values = sizes
-    lanes = 64 // q.itemsize
-    token = begin * heads + h
-    one, zero = q.dtype.type(1), q.dtype.type(0)
-    for row in range(rows):
-        w_t, beta_t = w[token * values + v + row], beta[token * values + v + row]
-        read, var, read_lanes, var_lanes = zero, zero, splat(zero), splat(zero)
-        at = start + row * keys
-        for i in range(0, keys - lanes + 1, lanes):
-            m, j = splat(zero), splat(zero)
-            if information.size:
-                m, j = load(information, at + i), load(excess, at + i)
-            m, j = _update(m, j, splat(w_t), splat(beta_t), splat(alpha[token]), load(k, token * keys + i))
-            store(final_information, at + i, m)
-            store(final_excess, at + i, j)
-            q_t, r = load(q, token * keys + i), splat(one) / (j + splat(prior[h]))
-            read_lanes, var_lanes = read_lanes + m * r * q_t, var_lanes + r * (q_t * q_t)
-        for i in range(keys // lanes * lanes, keys):
-            m, j = zero, zero
-            if information.size:
-                m, j = information[at + i], excess[at + i]
-            m, j = _update(m, j, w_t, beta_t, alpha[token], k[token * keys + i])
-            final_information[at + i], final_excess[at + i] = m, j
-            q_t, r = q[token * keys + i], one / (j + prior[h])
-            read, var = read + m * r * q_t, var + r * (q_t * q_t)
-        output[token * values + v + row] = lane_sum(read_lanes) + read
-        if variance is not None:
-            variance[token * values + v + row] = lane_sum(var_lanes) + var
+            m, j = load(source, at + 2 * i * lanes), load(source, at + (2 * i + 1) * lanes)
+            store(target, to + 2 * i * lanes, m * alpha_t + w_t * spread(k_block, key + i))
+            store(target, to + (2 * i + 1) * lanes, j * alpha_t + beta_t * spread(k2_block, key + i))
+        row += pitch
+        key += -(-keys // lanes) * lanes
+        source, at, to = target, to, to + stride
 
 
 @_kernel
-def _forward(inputs, offsets, output, variance, final_information, final_excess, sizes, group, scratch, first, last):
-    q, k, w, beta, alpha, prior, information, excess = inputs
-    heads, keys, values = sizes
-    q_block, k_block, w_block, beta_block, output_block, variance_block, state = scratch
-    lanes = 64 // q.itemsize
-    key_pitch = (keys + lanes - 1) // lanes * lanes
-    groups = (values + group - 1) // group
+def _forward(inputs, offsets, state, output, variance, sizes, scratch, first, last):
+    """`state` holds the initial states and is left with the final ones."""
+    q, prior = inputs[0], inputs[5]
+    heads, keys, values, group = sizes
+    writes, (q_block, output_block, variance_block) = scratch[:5], scratch[5:]
+    k_block, k2_block, w_block, beta_block, alpha_block = writes
+    lanes = VECTOR_BYTES // q.itemsize
+    key_pitch = -(-keys // lanes) * lanes
+    groups = -(-values // (group * lanes))
     one = splat(q.dtype.type(1))
-    zero = one - one
     for task in range(first, last):
-        n, h, v = task // (heads * groups), task // groups % heads, task % groups * group
-        rows = min(group, values - v)
-        pitch = (rows + lanes - 1) // lanes * lanes
-        start = ((n * heads + h) * values + v) * keys
-        begin, end = offsets[n], offsets[n + 1]
-        if end - begin == 1:
-            _decode(inputs, begin, h, start, rows, v, output, variance, final_information, final_excess, sizes)
-            continue
-        base = splat(prior[h])
-        _tiles_from_rows(state, information, excess, start, rows, keys)
-        for t in range(begin, end, FORWARD_BLOCK):
-            tokens = min(FORWARD_BLOCK, end - t)
-            key_start, row_start = (t * heads + h) * keys, (t * heads + h) * values + v
-            for block, source in ((q_block, q), (k_block, k)):
-                _copy_in(block, source, key_start, heads * keys, tokens, keys)
-            for block, source in ((w_block, w), (beta_block, beta)):
-                _copy_in(block, source, row_start, heads * values, tokens, rows)
+        n, h, v = task // (heads * groups), task // groups % heads, task % groups * group * lanes
+        rows = min(group * lanes, values - v)
+        pitch = -(-rows // lanes) * lanes
+        start = ((n * heads + h) * -(-values // lanes) * lanes + v) * 2 * keys
+        base = spread(prior, h)
+        for t in range(offsets[n], offsets[n + 1], BLOCK):
+            tokens, token = min(BLOCK, offsets[n + 1] - t), t * heads + h
+            _fetch(writes, inputs, token, tokens, heads, keys, values, v, rows)
+            _copy_in(q_block, q, token * keys, heads * keys, tokens, keys)
             for tile in range(0, pitch, lanes):
                 for s in range(tokens):
-                    row, key, at = s * pitch + tile, s * key_pitch, 2 * tile * keys
-                    w_t, beta_t, alpha_t = load(w_block, row), load(beta_block, row), spread(alpha, (t + s) * heads + h)
-                    read, var = zero, zero
+                    row, key, at = s * pitch + tile, s * key_pitch, start + tile * 2 * keys
+                    w_t, beta_t, alpha_t = load(w_block, row), load(beta_block, row), spread(alpha_block, s)
+                    read, var = one - one, one - one
                     for i in range(key, key + keys):
-                        m, j = load(state, at), load(state, at + lanes)
-                        m, j = _update(m, j, w_t, beta_t, alpha_t, spread(k_block, i))
+                        m = load(state, at) * alpha_t + w_t * spread(k_block, i)
+                        j = load(state, at + lanes) * alpha_t + beta_t * spread(k2_block, i)
                         store(state, at, m)
                         store(state, at + lanes, j)
                         r = one / (j + base)
@@ -336,128 +315,154 @@ def _forward(inputs, offsets, output, variance, final_information, final_excess,
                             var = var + r * (spread(q_block, i) * spread(q_block, i))
                         at += 2 * lanes
                     store(output_block, row, read)
-                    if variance is not None:
-                        store(variance_block, row, var)
-            _copy_out(output, row_start, heads * values, tokens, rows, output_block)
+                    store(variance_block, row, var)
+            _copy_out(output, token * values + v, heads * values, output_block, tokens, rows)
             if variance is not None:
-                _copy_out(variance, row_start, heads * values, tokens, rows, variance_block)
-        _rows_from_tiles(final_information, final_excess, start, rows, keys, state)
+                _copy_out(variance, token * values + v, heads * values, variance_block, tokens, rows)
 
 
 @_kernel
-def _backward(inputs, offsets, d_output, d_variance, results, dg, dprior, sizes, group, segment, scratch, first, last):
-    q, k, w, beta, alpha, prior, information, excess = inputs
-    d_information, d_excess, dq, dk, dw, dbeta = results  # of the states: gradients of the final one in, the first one out
+def _decode(inputs, states, finals, output, variance, sizes, scratch, first, last):
+    """Sequences of one token, one head a task. The states are [row, key] as callers have them, keys along the lanes."""
+    q, k, w, beta, alpha, prior = inputs
     heads, keys, values = sizes
-    q_block, k_block, dq_block, dk_block, w_block, beta_block, dy_block, dvar_block, dw_block, dbeta_block = scratch[:10]
-    dq_lanes, dk_lanes, replay, gradient, entries = scratch[10:]
-    lanes = 64 // q.itemsize
-    size = 2 * keys * lanes  # of a tile
-    key_pitch = (keys + lanes - 1) // lanes * lanes
-    groups = (values + group - 1) // group
+    (information, excess), (final_information, final_excess) = states, finals
     one = splat(q.dtype.type(1))
-    zero = one - one
-    for task in range(first, last):
-        n, h, v = task // (heads * groups), task // groups % heads, task % groups * group
-        rows = min(group, values - v)
-        tiles = (rows + lanes - 1) // lanes
-        pitch = tiles * lanes
-        start = ((n * heads + h) * values + v) * keys
-        begin, end = offsets[n], offsets[n + 1]
-        segments = (end - begin + segment - 1) // segment
-        base = splat(prior[h])
-        shift = task % groups * alpha.size  # to the partial sums of this group
-        dprior[task] = 0
-        _tiles_from_rows(entries, information, excess, start, rows, keys)
-        _tiles_from_rows(gradient, d_information, d_excess, start, rows, keys)
+    for token in range(first, last):
+        base, alpha_t = spread(prior, token % heads), spread(alpha, token)
+        for row in range(token * values, (token + 1) * values):
+            w_t, beta_t = spread(w, row), spread(beta, row)
+            read, var = one - one, one - one
+            for i in range(0, keys, VECTOR_BYTES // q.itemsize):
+                at, left = row * keys + i, keys - i
+                q_t, k_t = load(q, token * keys + i, left), load(k, token * keys + i, left)
+                m, j = w_t * k_t, beta_t * (k_t * k_t)
+                if information.size:
+                    m, j = load(information, at, left) * alpha_t + m, load(excess, at, left) * alpha_t + j
+                store(final_information, at, m, left)
+                store(final_excess, at, j, left)
+                r = one / (j + base)
+                read, var = read + m * r * q_t, var + r * (q_t * q_t)
+            output[row] = lane_sum(read)
+            if variance is not None:
+                variance[row] = lane_sum(var)
 
-        for index in range(segments - 1):  # the state that every segment starts from
-            t = begin + index * segment
-            _copy_in(k_block, k, (t * heads + h) * keys, heads * keys, segment, keys)
-            for block, source in ((w_block, w), (beta_block, beta)):
-                _copy_in(block, source, (t * heads + h) * values + v, heads * values, segment, rows)
+
+@_helper
+def _walk(scratch, tokens, row, pitch, keys, base, gradient, at, dg, dg_at, dg_stride, d_variance):
+    """The gradients of `tokens` tokens from one tile, last token first. Adds to those of q, k and g; returns sum x."""
+    k_block, k2_block, w_block, beta_block, alpha_block, q_block, dy_block, dvar_block = scratch[:8]
+    dq_block, dk_block, dw_block, dbeta_block, dq_lanes, dk_lanes, replay = scratch[8:15]
+    lanes = VECTOR_BYTES // gradient.itemsize
+    size, key_pitch = 2 * keys * lanes, -(-keys // lanes) * lanes
+    one = splat(gradient.dtype.type(1))
+    zero = one - one
+    total = 0.0
+    for s in range(tokens - 1, -1, -1):
+        place, before, to = row + s * pitch, s * size, at
+        w_t, beta_t, dy_t = load(w_block, place), load(beta_block, place), load(dy_block, place)
+        alpha_next = spread(alpha_block, s + 1)
+        dw_t, dbeta_t, m_sum, j_sum, x_sum = zero, zero, zero, zero, zero
+        for chunk in range(s * key_pitch, s * key_pitch + keys, lanes):
+            for i in range(chunk, min(chunk + lanes, s * key_pitch + keys)):
+                q_t, k_t = spread(q_block, i), spread(k_block, i)
+                r = one / (load(replay, before + size + lanes) + base)
+                mean = load(replay, before + size) * r
+                n_t = q_t * dy_t * r
+                x_t = n_t * mean
+                dq_t = mean * dy_t
+                if d_variance is not None:
+                    dvar_t, spread_t = load(dvar_block, place), q_t * r
+                    x_t = x_t + dvar_t * (spread_t * spread_t)
+                    dq_t = dq_t + dvar_t * (spread_t + spread_t)
+                dm = load(gradient, to) * alpha_next + n_t
+                dj = load(gradient, to + lanes) * alpha_next - x_t
+                store(gradient, to, dm)
+                store(gradient, to + lanes, dj)
+                store(dq_lanes, (i - chunk) * lanes, dq_t)
+                store(dk_lanes, (i - chunk) * lanes, dm * w_t + dj * (beta_t * (k_t + k_t)))
+                dw_t = dw_t + dm * k_t
+                dbeta_t = dbeta_t + dj * spread(k2_block, i)
+                m_sum = m_sum + dm * load(replay, before)
+                j_sum = j_sum + dj * load(replay, before + lanes)
+                x_sum = x_sum + x_t
+                before += 2 * lanes
+                to += 2 * lanes
+            store(dq_block, chunk, load(dq_block, chunk) + lane_sums(dq_lanes))
+            store(dk_block, chunk, load(dk_block, chunk) + lane_sums(dk_lanes))
+        store(dw_block, place, dw_t)
+        store(dbeta_block, place, dbeta_t)
+        dg[dg_at + s * dg_stride] += lane_sum(m_sum + j_sum)
+        total += lane_sum(x_sum)
+    return total
+
+
+@_kernel
+def _backward(inputs, offsets, initial, gradient, d_output, d_variance, results, sums, sizes, scratch, first, last):
+    """`gradient` holds the gradients of the final states and is left with those of the initial ones."""
+    q, alpha, prior = inputs[0], inputs[4], inputs[5]
+    dq, dk, dw, dbeta = results
+    dg, dprior = sums
+    heads, keys, values, group, segment = sizes
+    writes, alpha_block, (q_block, dy_block, dvar_block) = scratch[:5], scratch[4], scratch[5:8]
+    dq_block, dk_block, dw_block, dbeta_block, _, _, replay, entries = scratch[8:]
+    lanes = VECTOR_BYTES // q.itemsize
+    size, key_pitch = 2 * keys * lanes, -(-keys // lanes) * lanes
+    groups = -(-values // (group * lanes))
+    for task in range(first, last):
+        n, h, v = task // (heads * groups), task // groups % heads, task % groups * group * lanes
+        rows = min(group * lanes, values - v)
+        tiles = -(-rows // lanes)
+        pitch = tiles * lanes
+        start = ((n * heads + h) * -(-values // lanes) * lanes + v) * 2 * keys
+        begin, end = offsets[n], offsets[n + 1]
+        segments = -(-(end - begin) // segment)
+        shift = task % groups * alpha.size  # to the partial sums of this group of tiles
+        dprior[task] = 0
+
+        for i in range(0, tiles * size, lanes):  # the state that each segment starts from
+            store(entries, i, load(initial, start + i))
+        for index in range(segments - 1):
+            _fetch(writes, inputs, (begin + index * segment) * heads + h, segment, heads, keys, values, v, rows)
             for tile in range(tiles):
                 at = (index * tiles + tile) * size
-                to = at + tiles * size
-                for s in range(segment):
-                    row = s * pitch + tile * lanes
-                    w_t, beta_t, alpha_t = load(w_block, row), load(beta_block, row), spread(alpha, (t + s) * heads + h)
-                    _update_tile(entries, to, entries, at, k_block, s * key_pitch, keys, w_t, beta_t, alpha_t)
-                    at = to
+                _advance(writes, segment, tile * lanes, pitch, keys, entries, at, entries, at + tiles * size, 0)
 
         for index in range(segments - 1, -1, -1):
             t = begin + index * segment
-            tokens = min(segment, end - t)
-            key_start, row_start = (t * heads + h) * keys, (t * heads + h) * values + v
-            for block, source in ((q_block, q), (k_block, k)):
-                _copy_in(block, source, key_start, heads * keys, tokens, keys)
-            for block, source in ((w_block, w), (beta_block, beta), (dy_block, d_output)):
-                _copy_in(block, source, row_start, heads * values, tokens, rows)
+            tokens, token = min(segment, end - t), t * heads + h
+            _fetch(writes, inputs, token, tokens, heads, keys, values, v, rows)
+            alpha_block[tokens] = alpha[token + tokens * heads] if t + tokens < end else 1
+            _copy_in(q_block, q, token * keys, heads * keys, tokens, keys)
+            _copy_in(dy_block, d_output, token * values + v, heads * values, tokens, rows)
             if d_variance is not None:
-                _copy_in(dvar_block, d_variance, row_start, heads * values, tokens, rows)
-            dq_block[: tokens * key_pitch] = 0
-            dk_block[: tokens * key_pitch] = 0
-            for s in range(tokens):
-                dg[shift + (t + s) * heads + h] = 0
+                _copy_in(dvar_block, d_variance, token * values + v, heads * values, tokens, rows)
+            for i in range(tokens * key_pitch):
+                dq_block[i] = dk_block[i] = 0
+            for i in range(shift + token, shift + token + tokens * heads, heads):
+                dg[i] = 0
             for tile in range(tiles):
-                entry = (index * tiles + tile) * size
-                replay[:size] = entries[entry : entry + size]
-                for s in range(tokens):
-                    row = s * pitch + tile * lanes
-                    w_t, beta_t, alpha_t = load(w_block, row), load(beta_block, row), spread(alpha, (t + s) * heads + h)
-                    at, to = s * size, (s + 1) * size
-                    _update_tile(replay, to, replay, at, k_block, s * key_pitch, keys, w_t, beta_t, alpha_t)
-                for s in range(tokens - 1, -1, -1):
-                    row = s * pitch + tile * lanes
-                    w_t, twice_beta_t, dy_t = load(w_block, row), load(beta_block, row), load(dy_block, row)
-                    twice_beta_t = twice_beta_t + twice_beta_t
-                    after = spread(alpha, (t + s + 1) * heads + h) if t + s + 1 < end else one
-                    dw_t, dbeta_t, m_sum, j_sum, x_sum = zero, zero, zero, zero, zero
-                    for block_start in range(0, keys, lanes):
-                        for i in range(block_start, min(block_start + lanes, keys)):
-                            key, to = s * key_pitch + i, tile * size + 2 * i * lanes
-                            before = s * size + 2 * i * lanes  # M_{t-1} and J_{t-1}; M_t and J_t follow one size later
-                            q_t, k_t = spread(q_block, key), spread(k_block, key)
-                            r = one / (load(replay, before + size + lanes) + base)
-                            mean = load(replay, before + size) * r
-                            n_t = q_t * dy_t * r
-                            x_t = n_t * mean
-                            dq_t = mean * dy_t
-                            if d_variance is not None:
-                                spread_t, dvar_t = q_t * r, load(dvar_block, row)
-                                x_t = x_t + dvar_t * (spread_t * spread_t)
-                                dq_t = dq_t + dvar_t * (spread_t + spread_t)
-                            dm = load(gradient, to) * after + n_t
-                            dj = load(gradient, to + lanes) * after - x_t
-                            store(gradient, to, dm)
-                            store(gradient, to + lanes, dj)
-                            store(dq_lanes, (i - block_start) * lanes, dq_t)
-                            store(dk_lanes, (i - block_start) * lanes, dm * w_t + dj * (twice_beta_t * k_t))
-                            dw_t = dw_t + dm * k_t
-                            dbeta_t = dbeta_t + dj * (k_t * k_t)
-                            m_sum = m_sum + dm * load(replay, before)
-                            j_sum = j_sum + dj * load(replay, before + lanes)
-                            x_sum = x_sum + x_t
-                        for block, sums in ((dq_block, dq_lanes), (dk_block, dk_lanes)):
-                            to = s * key_pitch + block_start
-                            store(block, to, load(block, to) + lane_sums(sums))
-                    store(dw_block, row, dw_t)
-                    store(dbeta_block, row, dbeta_t)
-                    dg[shift + (t + s) * heads + h] += lane_sum(m_sum + j_sum)
-                    dprior[task] -= lane_sum(x_sum)
-            for block, target in ((dq_block, dq), (dk_block, dk)):
-                _copy_out(target, shift * keys + key_start, heads * keys, tokens, keys, block)
-            for block, target in ((dw_block, dw), (dbeta_block, dbeta)):
-                _copy_out(target, row_start, heads * values, tokens, rows, block)
+                for i in range(0, size, lanes):
+                    store(replay, i, load(entries, (index * tiles + tile) * size + i))
+                _advance(writes, tokens, tile * lanes, pitch, keys, replay, 0, replay, size, size)
+                at, base = start + tile * size, spread(prior, h)
+                dprior[task] -= _walk(
+                    scratch, tokens, tile * lanes, pitch, keys, base, gradient, at, dg, shift + token, heads, d_variance
+                )
+            _copy_out(dq, (shift + token) * keys, heads * keys, dq_block, tokens, keys)
+            _copy_out(dk, (shift + token) * keys, heads * keys, dk_block, tokens, keys)
+            _copy_out(dw, token * values + v, heads * values, dw_block, tokens, rows)
+            _copy_out(dbeta, token * values + v, heads * values, dbeta_block, tokens, rows)
+            for s in range(tokens):
+                i = shift + token + s * heads
+                dg[i] = alpha_block[s] * dg[i] if alpha_block[s] > 0 else 0  # 0 even if a long-forgotten state is huge
 
         if begin < end:
-            after = spread(alpha, begin * heads + h)
-            for i in range(0, tiles * size, lanes):
-                store(gradient, i, load(gradient, i) * after)
-        _rows_from_tiles(d_information, d_excess, start, rows, keys, gradient)
+            for i in range(start, start + tiles * size, lanes):
+                store(gradient, i, load(gradient, i) * spread(alpha, begin * heads + h))
 
 
-# Threads. Not Numba's own parallel loops: their portable scheduler aborts when two Python threads enter it.
+# Threads. Numba's own parallel loops are no choice: their portable scheduler aborts when two Python threads enter it.
 
 _compiled = set()
 _compiling = threading.Lock()
@@ -477,7 +482,7 @@ def _compile(kernel, variant, *arguments):
         place = kernel.stats.cache_path
         kept = f"cached in {place}" if place else "in every process: there is no folder to cache it in"
         message = "compiling the Palimpsa CPU kernel %s for this machine (once, some 5 s; %s)"
-        timer = threading.Timer(1.0, logger.warning, (message, kernel.__name__.strip("_"), kept))
+        timer = threading.Timer(ANNOUNCE_AFTER, logger.warning, (message, kernel.__name__.strip("_"), kept))
         timer.daemon = True
         timer.start()
         try:
@@ -491,7 +496,7 @@ def _run(kernel, variant, arguments, scratch_sizes, dtype, tasks, work):
     """kernel(*arguments, scratch, first, last) over all tasks; every thread takes the next few when it is free."""
 
     def scratch():
-        return tuple(torch.empty(size, dtype=dtype).numpy() for size in scratch_sizes)  # aligned to 64 bytes by torch
+        return tuple(torch.empty(size, dtype=dtype).numpy() for size in scratch_sizes)  # torch aligns to 64 bytes
 
     if (kernel, variant) not in _compiled:
         _compile(kernel, variant, *arguments, scratch())
@@ -514,42 +519,74 @@ def _run(kernel, variant, arguments, scratch_sizes, dtype, tasks, work):
             helper.result()
 
 
+# Tensors in, tensors out.
+
+
 def _array(x: Tensor, dtype: torch.dtype) -> np.ndarray:
-    return x.detach().to(dtype).contiguous().numpy().reshape(-1)
+    x = x.detach() if x.dtype == dtype else x.detach().to(dtype)
+    return x.contiguous().numpy().reshape(-1)
 
 
-def _prepare(q, k, w, beta, g, prior, information, excess_precision, offsets, scale):
-    """What both kernels take: inputs, offsets, (heads, keys, values), and how many value rows make a task."""
-    dtype = compute_dtype(q)
-    (batch, length, heads, keys), values = q.shape, w.shape[3]
+def _inputs(q, k, w, beta, g, prior, scale, dtype):
     q = q if scale == 1 else q.detach().to(dtype) * scale
-    alpha = g.detach().to(dtype).exp()
-    states = [torch.empty(0) if x is None else x for x in (information, excess_precision)]
-    inputs = tuple(_array(x, dtype) for x in (q, k, w, beta, alpha, prior, *states))
-    offsets = np.arange(batch + 1) * length if offsets is None else offsets.numpy()
-    lanes = 64 // dtype.itemsize
+    return tuple(_array(x, dtype) for x in (q, k, w, beta, g.detach().to(dtype).exp(), prior))
+
+
+def _cuts(q: Tensor, offsets: Tensor | None) -> np.ndarray:
+    if offsets is None:
+        return np.arange(q.shape[0] + 1, dtype=np.int64) * q.shape[1]
+    return offsets.contiguous().numpy()
+
+
+def _to_tiles(states, shape, dtype) -> Tensor:
+    """M and J (or their gradients) [N,H,V,K], None for zeros, as the kernels keep them: [N,H,tiles,K,2,lanes]."""
+    sequences, heads, values, keys = shape
+    lanes = VECTOR_BYTES // dtype.itemsize
+    tiles = torch.zeros((sequences, heads, -(-values // lanes), keys, 2, lanes), dtype=dtype)
+    for part, state in zip(tiles.unbind(-2), states, strict=True):
+        if state is not None:
+            padded = torch.nn.functional.pad(state.detach(), (0, 0, 0, -values % lanes))
+            part.copy_(padded.unflatten(2, (-1, lanes)).mT)
+    return tiles
+
+
+def _from_tiles(tiles: Tensor, shape) -> list[Tensor]:
+    states = [torch.empty(shape, dtype=tiles.dtype) for _ in range(2)]
+    for part, state in zip(tiles.unbind(-2), states, strict=True):
+        state.copy_(part.mT.flatten(2, 3)[:, :, : shape[2]])
+    return states
+
+
+def _group(sequences, heads, values, lanes):
+    """Tiles a task takes: all of a head, whose sums over rows then need no second buffer, unless heads are few."""
     tiles = -(-values // lanes)
-    group = max(1, min(tiles, tiles * heads * (len(offsets) - 1) // MIN_TASKS)) * lanes
-    return inputs, offsets, (heads, keys, values), group
+    return max(1, min(tiles, tiles * heads * sequences // MIN_TASKS))
 
 
 def forward(q, k, w, beta, g, prior, information, excess_precision, offsets, scale, output_variance):
     """Output [B,T,H,V], variance [B,T,H,V] (empty unless asked for), final M and J [N,H,V,K]."""
-    dtype = compute_dtype(q)
-    inputs, cuts, sizes, group = _prepare(q, k, w, beta, g, prior, information, excess_precision, offsets, scale)
-    heads, keys, values = sizes
-    output = torch.empty(w.shape, dtype=dtype)
-    variance = torch.empty(w.shape if output_variance else 0, dtype=dtype)
-    if offsets is not None:
-        for x in (output, variance)[: 1 + output_variance]:
-            x[:, cuts[-1] :] = 0
-    final = [torch.empty((len(cuts) - 1, heads, values, keys), dtype=dtype) for _ in range(2)]
+    dtype, cuts = compute_dtype(q), _cuts(q, offsets)
+    sequences, (heads, keys), values = len(cuts) - 1, q.shape[2:], w.shape[3]
+    shape, lanes = (sequences, heads, values, keys), VECTOR_BYTES // dtype.itemsize
+    inputs = _inputs(q, k, w, beta, g, prior, scale, dtype)
+    new = torch.empty if offsets is None else torch.zeros  # zero beyond the last sequence
+    output = new(w.shape, dtype=dtype)
+    variance = new(w.shape if output_variance else 0, dtype=dtype)
     reads = (_array(output, dtype), _array(variance, dtype) if output_variance else None)
-    padded = -(-keys * dtype.itemsize // 64) * 64 // dtype.itemsize
-    scratch = [FORWARD_BLOCK * n for n in (padded, padded, group, group, group, group)] + [2 * keys * group]
-    arguments = (inputs, cuts, *reads, *(_array(x, dtype) for x in final), sizes, group)
-    tasks, work = (len(cuts) - 1) * heads * -(-values // group), g.numel() * keys * values
-    _run(_forward, (dtype, output_variance), arguments, scratch, dtype, tasks, work)
+    variant, work = (dtype, output_variance), g.numel() * keys * values
+    if (np.diff(cuts) == 1).all():
+        final = [torch.empty(shape, dtype=dtype) for _ in range(2)]
+        states = tuple(_array(torch.empty(0) if x is None else x, dtype) for x in (information, excess_precision))
+        arguments = (inputs, states, tuple(_array(x, dtype) for x in final), *reads, (heads, keys, values))
+        _run(_decode, variant, arguments, (), dtype, sequences * heads, work)
+    else:
+        group = _group(sequences, heads, values, lanes)
+        tiles = _to_tiles((information, excess_precision), shape, dtype)
+        arguments = (inputs, cuts, _array(tiles, dtype), *reads, (heads, keys, values, group))
+        padded, rows = -(-keys // lanes) * lanes, group * lanes
+        scratch = [BLOCK * n for n in (padded, padded, rows, rows, 1, padded, rows, rows)]
+        _run(_forward, variant, arguments, scratch, dtype, sequences * heads * -(-values // (group * lanes)), work)
+        final = _from_tiles(tiles, shape)
     return output.to(q.dtype), variance, *final
 
 
@@ -558,38 +595,39 @@ def backward(
     q, k, w, beta, g, prior, information, excess_precision, offsets, scale,
 ):  # fmt: skip
     """Gradients of q, k, w, beta, g, prior and of both initial states, each in the dtype of its input."""
-    dtype = compute_dtype(q)
-    inputs, cuts, sizes, group = _prepare(q, k, w, beta, g, prior, information, excess_precision, offsets, scale)
-    heads, keys, values = sizes
-    groups = -(-values // group)
-    new = torch.empty if offsets is None else torch.zeros  # tokens beyond the last sequence have zero gradients
-    dq, dk = (new((groups, *q.shape), dtype=dtype) for _ in range(2))
+    dtype, cuts = compute_dtype(q), _cuts(q, offsets)
+    sequences, (heads, keys), values = len(cuts) - 1, q.shape[2:], w.shape[3]
+    shape, lanes = (sequences, heads, values, keys), VECTOR_BYTES // dtype.itemsize
+    inputs = _inputs(q, k, w, beta, g, prior, scale, dtype)
+    initial = _to_tiles((information, excess_precision), shape, dtype)
+    gradient = _to_tiles((d_information, d_excess_precision), shape, dtype)
+    group = _group(sequences, heads, values, lanes)
+    groups = -(-values // (group * lanes))
+    new = torch.empty if offsets is None else torch.zeros
+    dq, dk = (new((groups * x.shape[0], *x.shape[1:]), dtype=dtype) for x in (q, k))
+    dg = new((groups * g.shape[0], *g.shape[1:]), dtype=torch.float64)
     dw, dbeta = (new(w.shape, dtype=dtype) for _ in range(2))
-    dg = new((groups, *g.shape), dtype=torch.float64)
-    dprior = torch.empty((len(cuts) - 1, heads, groups), dtype=torch.float64)
-    states = [torch.zeros((len(cuts) - 1, heads, values, keys), dtype=dtype) for _ in range(2)]
-    for state, gradient in zip(states, (d_information, d_excess_precision), strict=True):
-        if gradient is not None:
-            state.copy_(gradient)
+    dprior = torch.empty((sequences, heads, groups), dtype=torch.float64)
 
-    lanes = 64 // dtype.itemsize
-    padded = -(-keys // lanes) * lanes
     longest = int(np.diff(cuts).max(initial=1))
-    row = 4 * padded + 6 * group + 2 * keys * lanes
-    segment = min(longest, max(16, min(64, L2_BYTES // (row * dtype.itemsize)), math.isqrt(longest)))
-    scratch = [segment * n for n in (*4 * (padded,), *6 * (group,))]
-    scratch += [lanes * lanes, lanes * lanes, (segment + 1) * 2 * keys * lanes]
-    scratch += [2 * keys * group, -(-longest // segment) * 2 * keys * group]
+    padded, rows = -(-keys // lanes) * lanes, group * lanes
+    per_token = (padded, padded, rows, rows, 1, padded, rows, rows, padded, padded, rows, rows)
+    fitting = L2_BYTES // ((sum(per_token) + 2 * keys * lanes) * dtype.itemsize)
+    segment = min(longest, max(16, min(64, fitting), math.isqrt(longest)))
+    scratch = [(segment + 1) * n for n in per_token] + [lanes * lanes, lanes * lanes]
+    scratch += [(segment + 1) * 2 * keys * lanes, -(-longest // segment) * 2 * keys * rows]
     outer = (_array(d_output, dtype), None if d_variance is None else _array(d_variance, dtype))
-    results = tuple(_array(x, dtype) for x in (*states, dq, dk, dw, dbeta))
+    results = tuple(_array(x, dtype) for x in (dq, dk, dw, dbeta))
     sums = (_array(dg, torch.float64), _array(dprior, torch.float64))
-    arguments = (inputs, cuts, *outer, results, *sums, sizes, group, segment)
-    _run(_backward, (dtype, d_variance is None), arguments, scratch, dtype, dprior.numel(), 4 * g.numel() * keys * values)
+    sizes = (heads, keys, values, group, segment)
+    arguments = (inputs, cuts, _array(initial, dtype), _array(gradient, dtype), *outer, results, sums, sizes)
+    work = 4 * g.numel() * keys * values
+    _run(_backward, (dtype, d_variance is None), arguments, scratch, dtype, dprior.numel(), work)
 
-    dq, dk, dg = (functools.reduce(Tensor.add_, x.unbind()) for x in (dq, dk, dg))  # in order: deterministic
-    alpha = g.detach().double().exp()
-    dg = torch.where(alpha > 0, alpha * dg, 0)
+    if groups > 1:
+        dq, dk, dg = (functools.reduce(torch.add, x.chunk(groups)) for x in (dq, dk, dg))
     gradients = (dq if scale == 1 else dq * scale, dk, dw, dbeta, dg, dprior.sum((0, 2)))
+    states = _from_tiles(gradient, shape)
     return *(d.to(x.dtype) for d, x in zip(gradients, (q, k, w, beta, g, prior), strict=True)), *states
 
 

@@ -4,6 +4,7 @@ Memory grows with T (autograd keeps every state). It exists to be read and to be
 """
 
 import functools
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -38,7 +39,7 @@ def apply(q, k, w, beta, g, prior, information, excess_precision, cu_seqlens, sc
 def _packed(run: Callable, inputs: tuple[Tensor, ...], state: rule.PalimpsaState, offsets: list[int]):
     """``run`` on each sequence alone; zeros for the tail."""
     reads = []
-    for n, (start, end) in enumerate(zip(offsets, offsets[1:], strict=False)):
+    for n, (start, end) in enumerate(itertools.pairwise(offsets)):
         alone = rule.PalimpsaState(*(s[n : n + 1] for s in state))
         reads.append(run(*(x[:, start:end] for x in inputs), state=alone))
     tail = torch.zeros_like(inputs[2][:, offsets[-1] :])

@@ -1,0 +1,75 @@
+"""The house rules that a linter cannot see: what an import costs, what is public, what the README promises."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import metaplastic
+
+ROOT = Path(__file__).resolve().parents[1]
+HEAVY = ("transformers", "triton", "fla", "numba", "lm_eval", "matplotlib", "typer", "rich", "datasets", "tokenizers")
+
+
+def python(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_import_is_light():
+    """Under a second beyond torch, and none of the heavy packages."""
+    code = (
+        "import sys, time, torch; start = time.perf_counter(); import metaplastic; "
+        f"print(time.perf_counter() - start, [m for m in {HEAVY!r} if m in sys.modules])"
+    )
+    seconds, loaded = python(code).split(" ", 1)
+    assert loaded == "[]"
+    assert float(seconds) < 1.0
+
+
+def test_public_names():
+    assert len(metaplastic.__all__) <= 15
+    assert all(hasattr(metaplastic, name) for name in metaplastic.__all__)
+    assert set(metaplastic.backends()) == {"palimpsa", "additive"}
+
+
+def test_the_docstring_runs():
+    import doctest
+
+    assert doctest.testmod(metaplastic).failed == 0
+
+
+def test_no_file_is_too_long():
+    """Room sizes that keep the code readable (CONTRIBUTING.md)."""
+    source = ROOT / "src" / "metaplastic"
+    limits = {"rules": 150, "layers": 290, "ops": 400}
+    for file in source.rglob("*.py"):
+        room = file.relative_to(source).parts[0]
+        assert len(file.read_text().splitlines()) <= limits.get(room, 350), file
+
+
+def test_readme_code_runs():
+    """The ten lines of Python in the README, as a newcomer would paste them."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    assert blocks
+    for block in blocks:
+        assert len(block.strip().splitlines()) <= 12
+        python(block)
+
+
+def test_readme_tree_is_true():
+    """Every path in the README's tree exists, and every package is in it."""
+    tree = (ROOT / "README.md").read_text().split("## Where things are")[1]
+    named = set(re.findall(r"^\s+(\w+)/ ", tree, re.M))
+    packages = {p.parent.name for p in (ROOT / "src" / "metaplastic").glob("*/__init__.py")}
+    assert packages <= named
+    top = {p.name for p in ROOT.iterdir() if p.is_dir()} | packages | {"palimpsa", "additive", "metaplastic", "results"}
+    assert named <= top
+
+
+def test_figures_and_results_named_in_the_docs_exist():
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+            if "://" not in target:
+                assert (page.parent / target).exists(), f"{page.name} names {target}"
+        for target in re.findall(r"`(docs/[\w/.-]+)`", page.read_text()):
+            assert (ROOT / target).exists(), f"{page.name} names {target}"
