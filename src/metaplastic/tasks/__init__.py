@@ -6,16 +6,14 @@ draws, and every synthetic task has a solver that reads the row alone. Datasets 
 not scored. This room imports nothing else of the package.
 """
 
-from metaplastic.tasks import mqar, text
+from metaplastic.tasks import documents, mqar, text
+from metaplastic.tasks.documents import read_documents, split_documents, standard_library_documents
 from metaplastic.tasks.mqar import MQARConfig, MQARDataset, Score, score
 from metaplastic.tasks.text import (
     PackedText,
     byte_tokenizer,
     collate_packed,
     load_tokenizer,
-    read_documents,
-    split_documents,
-    standard_library_documents,
 )
 
 __all__ = [
@@ -25,6 +23,7 @@ __all__ = [
     "Score",
     "byte_tokenizer",
     "collate_packed",
+    "documents",
     "load_tokenizer",
     "mqar",
     "read_documents",

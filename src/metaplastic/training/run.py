@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase, set_seed
 
 from .. import results
 from ..models import MetaplasticConfig, MetaplasticForCausalLM
-from ..tasks import text
+from ..tasks import documents, text
 from .saved import FINAL, find_model, load_model, load_tokenizer, save_final
 from .trainer import MetaplasticTrainer, checkpoints, last_checkpoint, remove, step_of, training_arguments
 
@@ -208,10 +208,10 @@ def _named(theirs: str, ours: str) -> Iterator[None]:
 def _blocks(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[text.PackedText, text.PackedText]:
     if config.files:
         with _named("paths", "files"):
-            documents = text.read_documents(config.files, separator=config.separator)
+            found = documents.read_documents(config.files, separator=config.separator)
     else:
-        documents = text.standard_library_documents(max_bytes=config.max_bytes)
-    training, held_out = text.split_documents(documents, config.held_out, config.seed)
+        found = documents.standard_library_documents(max_bytes=config.max_bytes)
+    training, held_out = documents.split_documents(found, config.held_out, config.seed)
     train_blocks = text.PackedText(training, tokenizer, config.block_length)
     with _named("documents", "held-out documents"):
         return train_blocks, text.PackedText(held_out, tokenizer, config.block_length)

@@ -528,8 +528,8 @@ def _array(x: Tensor, dtype: torch.dtype) -> np.ndarray:
 
 
 def _inputs(q, k, w, beta, g, prior, scale, dtype):
-    q = q if scale == 1 else q.detach().to(dtype) * scale
-    return tuple(_array(x, dtype) for x in (q, k, w, beta, g.detach().to(dtype).exp(), prior))
+    q, k, w, beta, g, prior = (_array(x, dtype) for x in (q, k, w, beta, g, prior))
+    return q if scale == 1 else q * q.dtype.type(scale), k, w, beta, np.exp(g), prior
 
 
 def _cuts(q: Tensor, offsets: Tensor | None) -> np.ndarray:
