@@ -1,10 +1,12 @@
 """What is particular to the CPU kernels: threads, forks, scratch memory, compilation. Parity: see test_parity.py."""
 
 import logging
+import os
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -56,6 +58,7 @@ def test_several_python_threads_can_call_at_once(set_threads):
             assert all(same(x, y) for x, y in zip(pool.map(lambda x: run(*x), problems), expected, strict=True))
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_works_in_a_forked_process():
     script = """
 import os, torch
@@ -68,7 +71,7 @@ if child == 0:
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 assert same(run(*problem()), expected)
 """
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120, cwd=Path(__file__).parents[2])
 
 
 def test_packed_single_tokens_decode_like_a_batch():

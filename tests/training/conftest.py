@@ -23,6 +23,7 @@ def _quiet_machine(tmp_path_factory):
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("METAPLASTIC_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.delenv("METAPLASTIC_PROGRESS", raising=False)
         dispatch._blocked.cache_clear()
         dispatch._choose.cache_clear()
         yield

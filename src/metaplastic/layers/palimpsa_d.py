@@ -15,6 +15,7 @@ adds the evidence and the prior to it, so the weights of the former load into th
 """
 
 import math
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int

@@ -116,6 +116,7 @@ def _add_halves(builder, left, right, half):
 
 
 def _masked(builder, lanes, operation, result, operands, count, default):
+    """LLVM's masked load or store of the first `count` lanes; memory beyond them is not touched."""
     i32 = ir.IntType(32)
     numbers = ir.Constant(ir.VectorType(i32, lanes.count), list(range(lanes.count)))
     mask = builder.icmp_signed("<", numbers, _broadcast(builder, builder.trunc(count, i32), lanes.count))
@@ -137,7 +138,7 @@ def splat(typing, value):
 
 @intrinsic
 def spread(typing, array, index):
-    """`array[index]` in every lane; like `load` and `store` it takes a flat index and does not check it."""
+    """`array[index]` in every lane. As in `load` and `store` the index is not checked and does not wrap around."""
 
     def generate(context, builder, signature, arguments):
         return _broadcast(builder, builder.load(_pointer(context, builder, array, *arguments)), lanes.count)
@@ -247,7 +248,7 @@ def _copy_out(target, to, stride, block, tokens, width):
 
 @_helper
 def _fetch(writes, inputs, token, tokens, heads, keys, values, v, rows):
-    """What the tokens write, to scratch."""
+    """What consecutive tokens write, to scratch: k, k^2, w and beta in padded rows, and alpha."""
     k_block, k2_block, w_block, beta_block, alpha_block = writes
     _, k, w, beta, alpha, _ = inputs
     lanes = VECTOR_BYTES // k.itemsize
@@ -512,7 +513,8 @@ def _run(kernel, variant, arguments, scratch_sizes, dtype, tasks, work):
         for first, last in ranges:
             kernel(*arguments, own, first, last)
 
-    helpers = [_pool(os.getpid(), threads - 1).submit(drain) for _ in range(threads - 1)]
+    pool = _pool(os.getpid(), torch.get_num_threads() - 1)
+    helpers = [pool.submit(drain) for _ in range(threads - 1)]
     drain()
     for helper in helpers:
         if not helper.cancel():  # still queued behind another caller: nothing is left for it
@@ -529,7 +531,8 @@ def _array(x: Tensor, dtype: torch.dtype) -> np.ndarray:
 
 def _inputs(q, k, w, beta, g, prior, scale, dtype):
     q, k, w, beta, g, prior = (_array(x, dtype) for x in (q, k, w, beta, g, prior))
-    return q if scale == 1 else q * q.dtype.type(scale), k, w, beta, np.exp(g), prior
+    with np.errstate(all="ignore"):  # tokens beyond the last sequence may hold anything
+        return q if scale == 1 else q * q.dtype.type(scale), k, w, beta, np.exp(g), prior
 
 
 def _cuts(q: Tensor, offsets: Tensor | None) -> np.ndarray:
