@@ -18,12 +18,17 @@ def python(code: str) -> str:
 def test_import_is_light():
     """Under a second beyond torch, and none of the heavy packages."""
     code = (
-        "import sys, time, torch; start = time.perf_counter(); import metaplastic; "
+        "import sys, time, torch; start = time.perf_counter(); "
+        "from metaplastic import layers, ops, rules; "
         f"print(time.perf_counter() - start, [m for m in {HEAVY!r} if m in sys.modules])"
     )
     seconds, loaded = python(code).split(" ", 1)
     assert loaded == "[]"
     assert float(seconds) < 1.0
+
+
+def test_the_command_line_answers_before_pytorch_is_loaded():
+    assert python("import sys, metaplastic.cli; print('torch' in sys.modules)") == "False"
 
 
 def test_public_names():

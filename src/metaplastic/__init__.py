@@ -11,9 +11,26 @@
 ``import metaplastic.models`` brings the language model and registers it with Hugging Face's Auto classes.
 """
 
-from . import layers, ops, rules
-from .ops import MemoryRead, backends, debug_checks
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from . import layers, ops, rules
+    from .ops import MemoryRead, backends, debug_checks
 
 __version__ = "0.1.0"
 
 __all__ = ["MemoryRead", "__version__", "backends", "debug_checks", "layers", "ops", "rules"]
+
+
+def __getattr__(name: str) -> Any:
+    """Imported when first used, so that the command line answers before PyTorch is loaded."""
+    if name in ("layers", "ops", "rules"):
+        return importlib.import_module(f".{name}", __name__)
+    if name in __all__:
+        return getattr(importlib.import_module(".ops", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -29,6 +29,8 @@ def main() -> None:
     """Entry point: errors a user can mend (bad values, missing files) are one line; anything else is a traceback."""
     logger.addHandler(logging.StreamHandler(sys.stderr))  # stdout is for what was asked for
     logger.setLevel(logging.INFO)
+    # Waiting threads sleep instead of spinning: on cores that others use too, spinning costs far more than it saves.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when PyTorch is first imported, which is later
     warnings.showwarning = lambda message, *_, **__: logger.warning("warning: %s", message)
     try:
         app()
@@ -183,7 +185,7 @@ def demo(
     from .recipes.demo import DemoConfig, run_demo
 
     config = DemoConfig.quick() if quick else DemoConfig()
-    result, page = run_demo(config, output, say=lambda message: console.print(message, highlight=False))
+    result, page = run_demo(config, output, say=lambda line: console.print(line, markup=False, highlight=False))
     _print_table("Demo", *((k, _number(v)) for k, v in result["measurements"]["summary"].items()))
     console.print(f"results: {output / 'results.json'}\nopen in a browser: {page}")
 

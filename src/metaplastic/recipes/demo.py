@@ -57,17 +57,17 @@ def run_demo(config: DemoConfig, output: str | Path, *, say: Callable[[str], Non
     began = time.perf_counter()
     recalls: dict[str, list[dict[str, Any]]] = {mixer: [] for mixer in MIXERS}
     run = config.recall
-    say(f"[bold]1/3 Recall[/bold]: {run.pairs} key-value pairs in {run.sequence_length} tokens, each asked for once")
+    say(f"1/3 Recall: {run.pairs} key-value pairs in {run.sequence_length} tokens, each asked for once")
     for seed in config.seeds:
         for mixer, name in MIXERS.items():
             this = dataclasses.replace(run, mixer=mixer, seed=seed)
             result = run_recall(this, output / f"recall-{mixer}-{seed}", progress=sys.stderr.isatty())["measurements"]
             recalls[mixer].append(result)
             say(f"  {name}, seed {seed}: {result['accuracy']:.1%} of {result['queries']:,} queries right")
-    say("[bold]2/3 Language[/bold]: a byte model on Python's own documentation and sources")
-    language = train(config.text, output / "text")["measurements"]
+    say("2/3 Language: a byte model on Python's own documentation and sources")
+    language = train(config.text, output / "text", overwrite=True)["measurements"]
     say(f"  held-out loss {language['eval_loss']:.3f} nats per byte ({language['eval_loss'] / 0.6931:.2f} bits)")
-    say("[bold]3/3 Generation[/bold] at constant memory:")
+    say("3/3 Generation at constant memory:")
     written = _generate(output / "text" / "final", config)
     say(written["text"])
     summary = _summary(recalls, language, written) | {"seconds": round(time.perf_counter() - began, 1)}

@@ -481,8 +481,8 @@ def _compile(kernel, variant, *arguments):
         if (kernel, variant) in _compiled:
             return
         place = kernel.stats.cache_path
-        kept = f"cached in {place}" if place else "in every process: there is no folder to cache it in"
-        message = "compiling the Palimpsa CPU kernel %s for this machine (once, some 5 s; %s)"
+        kept = f"once: cached in {place}" if place else "in every process: no folder to cache it in"
+        message = "compiling the Palimpsa CPU kernel %s for this machine (a few seconds, %s)"
         timer = threading.Timer(ANNOUNCE_AFTER, logger.warning, (message, kernel.__name__.strip("_"), kept))
         timer.daemon = True
         timer.start()
