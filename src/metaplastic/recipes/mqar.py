@@ -31,7 +31,7 @@ class RecallRun:
     heads: int = 4
     key_size: int = 16
     value_size: int = 16
-    steps: int = 600
+    steps: int = 1_000
     batch_size: int = 64
     learning_rate: float = 1e-2
     measure_every: int = 100
