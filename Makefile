@@ -10,7 +10,7 @@ demo: install
 	$(BIN)/metaplastic demo --output runs/demo
 
 test: dev lint
-	$(BIN)/python -m pytest -q --durations=10
+	$(BIN)/python -m pytest -q -n 2 --durations=10
 
 lint: dev
 	$(BIN)/ruff check .

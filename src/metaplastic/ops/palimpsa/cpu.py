@@ -1,7 +1,7 @@
 """The CPU backend: cuts the work of :mod:`.cpu_kernels` into tasks and runs them on threads.
 
-How the work is cut follows from the shapes alone and every sum runs in a fixed order: no bit of any result depends on the
-number of threads. Equations, layout and memory: see the kernels.
+How the work is cut follows from the shapes alone and every sum runs in a fixed order: no bit of any result depends on
+the number of threads. Equations, layout and memory: see the kernels.
 """
 
 import functools
