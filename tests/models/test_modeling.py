@@ -360,7 +360,10 @@ def test_bad_configurations(change, message):
         config(**change)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    ["palimpsa_d", pytest.param("ablation", marks=pytest.mark.slow), pytest.param("mixed", marks=pytest.mark.slow)],
+)
 def test_compiled_training_and_decode(kind):
     """fullgraph, equal to eager, and one graph for every length."""
     torch._dynamo.reset()
