@@ -293,8 +293,24 @@ def test_bad_inputs():
             TypeError,
             "PalimpsaState",
         ),
-        (lambda: layer(x, cu_seqlens=torch.tensor([0, 3])), ValueError, "batch size of x must be 1"),
+        (lambda: layer(x, cu_seqlens=torch.tensor([0, 3])), ValueError, "batch size must be 1"),
         (lambda: layer(x[:1], state), ValueError, "state must be"),
     ):
         with pytest.raises(error, match=message):
             call()
+
+
+def test_the_prior_is_trained_only_on_request():
+    assert "prior_log" not in dict(make("palimpsa_d").named_parameters())
+    assert "prior_log" in make("palimpsa_d").state_dict()
+    layer = make("palimpsa_d", train_prior=True)
+    layer(inputs())[0].square().sum().backward()
+    assert layer.prior_log.grad.abs().max() > 0
+
+
+def test_masks_that_would_be_read_inverted_are_refused():
+    layer, x = make("palimpsa_d"), inputs()
+    with pytest.raises(ValueError, match="additive masks are not taken"):
+        layer(x, mask=torch.zeros(2, 11).index_fill(1, torch.tensor([0]), -torch.inf))
+    with pytest.raises(TypeError, match="mask must be a tensor"):
+        layer(x, mask=[[1] * 11] * 2)

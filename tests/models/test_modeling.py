@@ -326,7 +326,7 @@ def test_bad_calls():
         (lambda: model(ids, attention_mask=torch.ones(3, 1, 12, 12)), "attention_mask must be"),
         (lambda: model(ids[:1], attention_mask=torch.ones(1, 12), cu_seqlens=torch.tensor([0, 12])), "not both"),
         (lambda: model(ids[:1], cache=cache, cu_seqlens=torch.tensor([0, 12])), "cannot be used with a cache"),
-        (lambda: model(ids, cu_seqlens=torch.tensor([0, 12]), use_cache=False), "batch size of x must be 1"),
+        (lambda: model(ids, cu_seqlens=torch.tensor([0, 12]), use_cache=False), "batch size must be 1"),
     ):
         with pytest.raises(ValueError, match=message):
             call()
@@ -382,3 +382,33 @@ def test_compiled_training_and_decode(kind):
         for position in (-2, -1):
             out = compiled(ids[:, position:][:, :1], cache=cache, use_cache=True)
         torch.testing.assert_close(out.logits[:, -1], model(ids, use_cache=False).logits[:, -1], rtol=0, atol=1e-5)
+
+
+def test_a_loaded_prior_stays_constant(tmp_path):
+    model = make()
+    with torch.no_grad():
+        model.model.layers[0].mixer.prior_log.fill_(0.3)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert {n for n, p in loaded.named_parameters() if p.requires_grad} == {
+        n for n, p in model.named_parameters() if p.requires_grad
+    }
+    assert loaded.model.layers[0].mixer.prior_log[0] == pytest.approx(0.3)
+
+
+def test_packed_labels_and_tail():
+    """Nothing is predicted across a border, and what follows the last sequence counts for nothing."""
+    model, ids = make(), tokens(1, 12)
+    offsets = torch.tensor([0, 5, 5, 9])
+    embeds = model.get_input_embeddings()(ids).detach().clone()
+    embeds[:, 9:] = torch.nan
+    embeds.requires_grad_()
+    out = model(inputs_embeds=embeds, labels=ids, cu_seqlens=offsets)
+    alone = [
+        model(ids[:, a:b], labels=ids[:, a:b], num_items_in_batch=7, use_cache=False).loss for a, b in ((0, 5), (5, 9))
+    ]
+    torch.testing.assert_close(out.loss, sum(alone), rtol=0, atol=1e-5)
+    (d,) = torch.autograd.grad(out.loss, embeds)
+    assert not out.logits[:, 9:].any()
+    assert not d[:, 9:].any()
+    assert d.isfinite().all()

@@ -166,7 +166,7 @@ def test_error_messages_name_the_argument(op):
         "initial_state must be a .*State, got tuple": {"initial_state": tuple(good)},
         r"initial_state\.\w+ must be .*16": {"initial_state": type(good)(*(s.transpose(2, 3) for s in good))},
         r"initial_state\.\w+ must be torch.float32": {"initial_state": type(good)(*(s.double() for s in good))},
-        "batch size of q must be 1": {"cu_seqlens": torch.tensor([0, 3])},
+        "batch size must be 1": {"cu_seqlens": torch.tensor([0, 3])},
         "cu_seqlens must be an int32 or int64 tensor": {"cu_seqlens": torch.tensor([0.0, 3.0])},
         "backend must be one of": {"backend": "fast"},
         f"{write} must be a tensor": {write: None},
@@ -269,3 +269,47 @@ def test_an_unreadable_block_list_is_said_and_survived():
     dispatch._blocked.cache_clear()
     with pytest.warns(UserWarning, match="unreadable block list"):
         assert dispatch.reason_against("palimpsa", "chunked", "cpu", torch.float32) is None
+
+
+@pytest.mark.parametrize(("op", "backend"), PAIRS)
+def test_autocast_does_not_reach_inside(op, backend):
+    here(op, backend)
+    inputs = accuracy.example(op, Case(), torch.float32)
+    outside = accuracy.results(op, backend, inputs)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = accuracy.results(op, backend, inputs)
+    if backend != "reference":  # whose step is elementwise
+        assert all(torch.equal(inside[name], x) for name, x in outside.items())
+
+
+@pytest.mark.parametrize(("op", "backend"), PAIRS)
+def test_forward_mode_is_right_or_refused(op, backend):
+    here(op, backend)
+    inputs = accuracy.example(op, Case(), torch.float64)
+    inputs = {n: x.detach() if isinstance(x, torch.Tensor) else x for n, x in inputs.items()}
+    inputs["initial_state"] = type(inputs["initial_state"])(*(s.detach() for s in inputs["initial_state"]))
+
+    def run(q):
+        return call(op, inputs, q=q, backend=backend).output.sum()
+
+    if backend != "reference":
+        with pytest.raises(NotImplementedError, match="forward-mode differentiation needs backend='reference'"):
+            torch.func.jvp(run, (inputs["q"],), (inputs["q"],))
+    else:
+        assert torch.func.jvp(run, (inputs["q"],), (inputs["q"],))[1] != 0
+
+
+def test_a_thread_that_outlives_the_main_thread_finishes():
+    here("palimpsa", "cpu")
+    import subprocess
+    import sys
+
+    code = (
+        "import threading, time, torch; from metaplastic import ops\n"
+        "def work():\n"
+        "    time.sleep(0.5); q = torch.rand(2, 300, 8, 16); g = -torch.rand(2, 300, 8)\n"
+        "    print(ops.palimpsa(q, q, q, q, g, torch.ones(8)).output.shape)\n"
+        "torch.set_num_threads(2); threading.Thread(target=work).start()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert "torch.Size([2, 300, 8, 16])" in done.stdout, done.stderr

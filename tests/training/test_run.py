@@ -365,3 +365,21 @@ def test_two_processes_take_the_step_of_one(network, nursery, tmp_path):
     assert two["loss"] == pytest.approx(one["loss"], abs=1e-5)
     for name, value in one["weights"].items():
         torch.testing.assert_close(two["weights"][name], value, atol=1e-5, rtol=1e-4, msg=name)
+
+
+def test_changed_files_are_not_taken_for_the_same_run(tmp_path):
+    """A run over other text is another run, finished or not, even if nothing in its configuration changed."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for name in "abc":
+        (folder / f"{name}.txt").write_text(f"this is text {name} " * 60)
+    config = TrainConfig(
+        files=(str(folder),), hidden_size=8, layers=1, heads=1, intermediate_size=0, block_length=16, batch_size=2,
+        steps=2, save_every=1, eval_every=0, held_out=0.3,
+    )  # fmt: skip
+    first = train(config, tmp_path / "out")["measurements"]["eval_loss"]
+    assert train(config, tmp_path / "out")["measurements"]["eval_loss"] == first
+    (folder / "a.txt").write_text("quite another text " * 60)
+    with pytest.raises(ValueError, match="files: their text has changed"):
+        train(config, tmp_path / "out")
+    assert train(config, tmp_path / "out", overwrite=True)["measurements"]["eval_loss"] != first

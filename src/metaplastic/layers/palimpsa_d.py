@@ -22,7 +22,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from .. import ops
-from ..ops.contract import compute_dtype
+from ..ops.contract import check_mask, check_packing, compute_dtype, inside_sequences
 from ..rules import AdditiveState, PalimpsaState
 from .convolution import ShortConvolution
 from .mixer import AdditiveGates, MixerState, PalimpsaGates, l2_normalize
@@ -159,12 +159,15 @@ class PalimpsaDAdditive(nn.Module):
 
     def _enter(self, x, state, mask, cu_seqlens) -> tuple[Tensor, Tensor | None]:
         """Checks the arguments; x with zeros at tokens that do not count, and which do ([B, T] bool; None: all)."""
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            raise TypeError(f"x must be a floating point tensor, got {getattr(x, 'dtype', type(x).__name__)}")
         if x.dim() != 3 or x.shape[-1] != self.hidden_size:
             raise ValueError(f"x must be [B, T, {self.hidden_size}], got {list(x.shape)}")
         if mask is not None and cu_seqlens is not None:
             raise ValueError("give mask (padded batch) or cu_seqlens (packed sequences), not both")
-        if cu_seqlens is not None and x.shape[0] != 1:
-            raise ValueError(f"with cu_seqlens the batch size of x must be 1 (packed along T), got {x.shape[0]}")
+        check_packing(type(self).__name__, cu_seqlens, x.shape[0])
+        if mask is not None:
+            check_mask("mask", mask)
         if mask is not None and mask.shape != x.shape[:2]:
             raise ValueError(f"mask must be [B, T] = {list(x.shape[:2])}, got {list(mask.shape)}")
         if state is not None and not isinstance(state, MixerState):
@@ -172,7 +175,7 @@ class PalimpsaDAdditive(nn.Module):
         if mask is not None:
             keep = mask.bool()
         elif cu_seqlens is not None:
-            keep = (torch.arange(x.shape[1], device=x.device) < cu_seqlens[-1].to(x.device))[None]
+            keep = inside_sequences(cu_seqlens, x.shape[1], x.device)[None]
         else:
             return x, None
         return x.masked_fill(~keep[..., None], 0), keep
@@ -208,7 +211,7 @@ class PalimpsaD(PalimpsaDAdditive):
         beta_rank: rank of the evidence projection; None: key_size.
         beta_scale_range: the parameter b_scale (it enters through softplus) is drawn uniformly from it: (1, 1) from
             scratch, (0.1, 1) for fine-tuning an ablation; far below 0 the layer is its ablation.
-        prior: the prior precision of every head.
+        prior: the prior precision of every head; a constant unless ``train_prior``.
     """
 
     memory_type = PalimpsaState
@@ -220,6 +223,7 @@ class PalimpsaD(PalimpsaDAdditive):
         beta_rank: int | None = None,
         beta_scale_range: tuple[float, float] = (1.0, 1.0),
         prior: float = 1.0,
+        train_prior: bool = False,
         **kwargs,
     ):
         if not prior > 0:
@@ -228,7 +232,8 @@ class PalimpsaD(PalimpsaDAdditive):
             raise ValueError(f"beta_rank must be >= 1, got {beta_rank}")
         if not beta_scale_range[0] <= beta_scale_range[1]:
             raise ValueError(f"beta_scale_range must be (low, high) with low <= high, got {beta_scale_range}")
-        self._beta_rank, self._beta_scale_range, self._prior = beta_rank, tuple(beta_scale_range), prior
+        self._beta_rank, self._beta_scale_range = beta_rank, tuple(beta_scale_range)
+        self._prior, self._train_prior = prior, train_prior
         super().__init__(*args, **kwargs)
 
     def _init_rule(self) -> None:
@@ -237,7 +242,11 @@ class PalimpsaD(PalimpsaDAdditive):
         self.beta_up = nn.Linear(rank, self.num_heads * self.value_size, bias=False)
         self.beta_up.uniform_range = rank**-0.5  # stays so in a language model (where other weights are normal)
         self.b_scale = nn.Parameter(torch.empty(self.num_heads))
-        self.prior_log = nn.Parameter(torch.empty(self.num_heads), requires_grad=False)
+        prior_log = torch.empty(self.num_heads)
+        if self._train_prior:
+            self.prior_log = nn.Parameter(prior_log)
+        else:  # a buffer: loaders make every parameter trainable
+            self.register_buffer("prior_log", prior_log)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

@@ -92,6 +92,8 @@ class MetaplasticConfig(PreTrainedConfig):
         """The keyword arguments of layer ``layer_idx``'s mixer, defaults filled in."""
         options = dict((self.mixer_options or {}).get(self.mixers[layer_idx], {}))
         heads = options.setdefault("num_heads", 4)
+        if not isinstance(heads, int) or heads < 1:
+            raise ValueError(f"num_heads of mixer {self.mixers[layer_idx]!r} must be an integer >= 1, got {heads!r}")
         for size in ("key_size", "value_size"):
             options.setdefault(size, max(1, self.hidden_size // heads))
         options.setdefault("norm_eps", self.norm_eps)

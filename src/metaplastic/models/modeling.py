@@ -16,6 +16,7 @@ from transformers.modeling_outputs import ModelOutput
 from transformers.utils import can_return_tuple
 
 from ..layers import MIXERS
+from ..ops.contract import check_mask, check_packing, inside_sequences
 from . import cache as states
 from .configuration import MetaplasticConfig
 
@@ -92,7 +93,7 @@ class MetaplasticPreTrainedModel(PreTrainedModel):
             else:
                 init.normal_(module.weight, std=self.config.initializer_range)
         elif callable(reset := getattr(module, "reset_parameters", None)):
-            own = dict(module.named_parameters(recurse=False))
+            own = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
             loaded = {n: p.clone() for n, p in own.items() if getattr(p, "_is_hf_initialized", False)}
             reset()
             for name, value in loaded.items():
@@ -128,6 +129,7 @@ class MetaplasticModel(MetaplasticPreTrainedModel):
         """The part of a 2-D mask that covers this call's tokens, as bool; None if it masks nothing."""
         if attention_mask is None:
             return None
+        check_mask("attention_mask", attention_mask)
         length = x.shape[1]
         fits = attention_mask.dim() == 2 and attention_mask.shape[0] == x.shape[0]
         if not fits or not (
@@ -170,6 +172,9 @@ class MetaplasticModel(MetaplasticPreTrainedModel):
             cache = DynamicCache(config=self.config)
         if mask is not None:
             x = x.masked_fill(~mask[..., None], 0)
+        if cu_seqlens is not None:
+            check_packing(type(self).__name__, cu_seqlens, x.shape[0])
+            x = x.masked_fill(~inside_sequences(cu_seqlens, x.shape[1], x.device)[None, :, None], 0)
         if cache is not None:
             states.count_tokens(cache, x.shape[1], x.device)
         hidden_states = [x] if output_hidden_states else None
@@ -216,7 +221,8 @@ class MetaplasticForCausalLM(MetaplasticPreTrainedModel, GenerationMixin):
             input_ids: tokens ``[B, T]``, or ``inputs_embeds [B, T, D]``.
             attention_mask: ``[B, T]``, non-zero at real tokens, padding anywhere; with a cache it may cover the past.
             cache: states of an earlier call; updated in place and returned.
-            labels: ``[B, T]``, -100 where nothing is to be predicted; token t predicts ``labels[t + 1]``.
+            labels: ``[B, T]``, -100 where nothing is to be predicted; token t predicts ``labels[t + 1]``, and nothing
+                across the border of two packed sequences.
             shift_labels: labels already shifted: token t predicts ``shift_labels[t]``.
             num_items_in_batch: divide the summed loss by this instead of this batch's number of labels.
             cu_seqlens: ``[N + 1]`` offsets of sequences packed along T (then B = 1 and no cache).
@@ -232,9 +238,16 @@ class MetaplasticForCausalLM(MetaplasticPreTrainedModel, GenerationMixin):
             output_hidden_states,
             return_dict=True,
         )
+        if isinstance(logits_to_keep, int) and logits_to_keep < 0:
+            raise ValueError(f"logits_to_keep must be >= 0 (0 keeps all) or an index tensor, got {logits_to_keep}")
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, keep])
         loss = None
+        if labels is not None and cu_seqlens is not None:  # nothing is predicted from another sequence
+            length = labels.shape[-1]
+            starts = torch.zeros(length + 1, dtype=torch.bool, device=labels.device)
+            starts = starts.index_fill(0, cu_seqlens.to(labels.device, torch.int64), True)[:length]
+            labels = labels.masked_fill(starts | ~inside_sequences(cu_seqlens, length, labels.device), -100)
         if labels is not None or shift_labels is not None:
             loss = self.loss_function(
                 logits=logits,
@@ -268,6 +281,11 @@ class MetaplasticForCausalLM(MetaplasticPreTrainedModel, GenerationMixin):
         Its convention: the prompt is the whole text so far, or, with an attention_mask that is longer than the prompt,
         only the new tokens; ``inputs_embeds`` are always the whole text.
         """
+        if generation_config.prefill_chunk_size is not None:
+            raise ValueError(
+                f"prefill_chunk_size must be None, got {generation_config.prefill_chunk_size}: "
+                "feed a long prompt in pieces through the cache instead"
+            )
         cache = model_kwargs.get("cache")
         if is_first_iteration and cache is not None and (seen := states.tokens_seen(cache)) > 0:
             embeds, mask = model_kwargs.get("inputs_embeds"), model_kwargs.get("attention_mask")

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 
 class MemoryRead(NamedTuple):
@@ -66,8 +67,34 @@ def check_packing(op: str, cu_seqlens: Tensor | None, batch: int) -> int:
         cu_seqlens.dim() == 1 and cu_seqlens.shape[0] >= 1 and cu_seqlens.dtype in (torch.int32, torch.int64),
         f"{op}: cu_seqlens must be an int32 or int64 tensor [N + 1], got {cu_seqlens.dtype} {list(cu_seqlens.shape)}",
     )
-    require(batch == 1, f"{op}: with cu_seqlens the batch size of q must be 1 (sequences packed along T), got {batch}")
+    require(batch == 1, f"{op}: with cu_seqlens the batch size must be 1 (sequences packed along T), got {batch}")
     return cu_seqlens.shape[0] - 1
+
+
+def inside_sequences(cu_seqlens: Tensor, length: int, device: torch.device) -> Tensor:
+    """Which of ``length`` packed tokens belong to a sequence: ``[T]`` bool, False in the tail."""
+    return torch.arange(length, device=device) < cu_seqlens[-1].to(device)
+
+
+def check_mask(name: str, mask: Any) -> None:
+    """A mask is a tensor that is non-zero at real tokens; additive masks (0 and -inf) would be read inverted."""
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"{name} must be a tensor, non-zero at real tokens, got {type(mask).__name__}")
+    if mask.is_floating_point() and not torch.compiler.is_compiling():
+        check_at_least(name, "values", mask, 0.0, "non-zero at real tokens; additive masks are not taken")
+
+
+def refuse_forward_mode(op: str, *tensors: Any) -> None:
+    """Custom ops have no forward-mode derivative and would silently drop the tangent."""
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return
+    if any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise NotImplementedError(f"{op}: forward-mode differentiation needs backend='reference'")
+
+
+def full_precision(device: torch.device) -> torch.autocast:
+    """Inside an operator everything is at least float32, whatever autocast says outside."""
+    return torch.autocast(device.type, enabled=False)
 
 
 def check_state(op: str, state: Any, kind: type, shapes: tuple[tuple[int, ...], ...], like: Tensor) -> None:

@@ -8,6 +8,7 @@ With `collate_packed` the state of a recurrent model does not cross documents ei
 transformers and tokenizers are imported only by the functions that need them.
 """
 
+import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -109,6 +110,11 @@ class PackedText(Dataset[dict[str, Tensor]]):
         self.dropped_tokens = sum(lengths) % block_length
         self._stream = np.concatenate(pieces)
         self._starts = np.cumsum([0, *lengths[:-1]])
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the tokens and the document borders: the same for the same training data."""
+        return hashlib.sha256(self._stream.tobytes() + self._starts.tobytes()).hexdigest()
 
     def __len__(self) -> int:
         return len(self._stream) // self.block_length

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerBase, set_seed
 
 from .. import results
@@ -20,6 +21,7 @@ from .saved import FINAL, find_model, load_model, load_tokenizer, save_final
 from .trainer import MetaplasticTrainer, checkpoints, last_checkpoint, remove, step_of, training_arguments
 
 RUN, RESULTS = "run.json", "results.json"
+DATA = "data_sha256"  # in run.json: what the files held
 _OF_THE_MODEL = ("mixer", "hidden_size", "layers", "heads", "key_size", "value_size", "intermediate_size")
 logger = logging.getLogger("metaplastic")
 
@@ -91,16 +93,21 @@ def train(config: TrainConfig, output: str | os.PathLike, *, overwrite: bool = F
     """
     output = Path(output)
     same = _holds_this_run(config, output, overwrite)
-    if same and (output / RESULTS).is_file() and (output / FINAL).is_dir():
-        logger.warning("%s holds this run, finished: nothing to do", output)
-        return json.loads((output / RESULTS).read_text())
     # Everything that can be wrong with the input is found before the folder is claimed or anything computed.
     tokenizer = load_tokenizer(config.tokenizer or (find_model(config.model) if config.model else "bytes"))
     train_blocks, eval_blocks = _blocks(config, tokenizer)
+    data = train_blocks.fingerprint + eval_blocks.fingerprint
+    if same and (_read_run(output / RUN) or {}).get(DATA) != data:
+        raise ValueError(
+            f"files: their text has changed since {output} was started: choose another output, or overwrite"
+        )
+    if same and (output / RESULTS).is_file() and (output / FINAL).is_dir():
+        logger.warning("%s holds this run, finished: nothing to do", output)
+        return json.loads((output / RESULTS).read_text())
     set_seed(config.seed)
     model = _model(config, tokenizer)
     if not same:
-        _claim(config, output)
+        _claim(config, output, data)
     arguments = training_arguments(
         output,
         max_steps=config.steps,
@@ -133,7 +140,11 @@ def train(config: TrainConfig, output: str | os.PathLike, *, overwrite: bool = F
     if checkpoint:
         logger.warning("resuming from %s", checkpoint)
     began = time.perf_counter()
-    trainer.train(resume_from_checkpoint=checkpoint)
+    try:
+        trainer.train(resume_from_checkpoint=checkpoint)
+    except SafetensorError as error:
+        advice = "delete that folder to go on from the checkpoint before it"
+        raise ValueError(f"output: the weights in {checkpoint} cannot be read ({error}): {advice}") from error
     seconds = time.perf_counter() - began
     first = step_of(checkpoint) if checkpoint else 0
     evaluations = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
@@ -171,7 +182,7 @@ def _holds_this_run(config: TrainConfig, output: Path, overwrite: bool) -> bool:
     if overwrite:
         return False
     wanted = json.loads(json.dumps(dataclasses.asdict(config)))
-    if different := sorted(k for k in wanted.keys() | found.keys() if wanted.get(k) != found.get(k)):
+    if different := sorted(k for k in (wanted.keys() | found.keys()) - {DATA} if wanted.get(k) != found.get(k)):
         changes = ", ".join(f"{k} was {found.get(k)!r} and is {wanted.get(k)!r}" for k in different)
         raise ValueError(f"output: {output} holds another run ({changes}): {advice}")
     return True
@@ -186,13 +197,13 @@ def _read_run(file: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) and found.keys() >= {"mixer", "block_length", "steps"} else None
 
 
-def _claim(config: TrainConfig, output: Path) -> None:
+def _claim(config: TrainConfig, output: Path, data: str) -> None:
     """Makes ``output`` this run's folder. Of what is there, only what a run writes is deleted."""
     (output / RESULTS).unlink(missing_ok=True)
     for old in (*checkpoints(output), output / FINAL):
         if old.is_dir():
             remove(old)
-    results.write_json(output / RUN, dataclasses.asdict(config))
+    results.write_json(output / RUN, dataclasses.asdict(config) | {DATA: data})
 
 
 @contextlib.contextmanager

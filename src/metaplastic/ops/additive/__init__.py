@@ -60,11 +60,17 @@ def additive(
     if initial_state is not None:
         contract.check_state(op, initial_state, AdditiveState, ((rows, heads, value_size, key_size),), q)
         mean = initial_state.mean
+    if backend != "reference":
+        contract.refuse_forward_mode(op, q, k, v, g, mean)
     run = dispatch.resolve(op, backend, q.device.type, q.dtype)
     output, mean = run(q, k, v, g, mean, cu_seqlens, float(scale))
     variance = None
     if output_variance:
-        variance = (q.to(compute_dtype(q)) * scale).square().sum(-1, keepdim=True).expand(v.shape)
+        query = q.to(compute_dtype(q)) * scale
+        if cu_seqlens is not None:
+            inside = contract.inside_sequences(cu_seqlens, q.shape[1], q.device)
+            query = query.masked_fill(~inside[None, :, None, None], 0)
+        variance = query.square().sum(-1, keepdim=True).expand(v.shape)
     return MemoryRead(output, variance, AdditiveState(mean))
 
 

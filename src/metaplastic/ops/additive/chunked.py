@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...rules import additive as rule
 from ..chunks import Chunks, chunk_size, segment_sums
-from ..contract import compute_dtype, read_offsets
+from ..contract import compute_dtype, full_precision, read_offsets
 from . import check_values
 
 Optional = Tensor | None
@@ -97,6 +97,11 @@ def _prepare(q, k, v, g, mean, cu_seqlens):
 def apply(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, mean: Optional, cu_seqlens: Optional, scale: float
 ) -> tuple[Tensor, Tensor]:
+    with full_precision(q.device):
+        return _forward(q, k, v, g, mean, cu_seqlens, scale)
+
+
+def _forward(q, k, v, g, mean, cu_seqlens, scale) -> tuple[Tensor, Tensor]:
     offsets, qs, inputs, s, chunks = _prepare(q, k, v, g, mean, cu_seqlens)
     check_values(g, None if offsets is None else int(offsets[-1]))
     if q.shape[1] == 1 and offsets is None:  # decoding: one step needs none of the chunk's machinery
@@ -122,6 +127,11 @@ def _backward(
     d_output: Tensor, d_mean: Optional, q: Tensor, k: Tensor, v: Tensor, g: Tensor,
     mean: Optional, cu_seqlens: Optional, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    with full_precision(q.device):
+        return _gradients(d_output, d_mean, q, k, v, g, mean, cu_seqlens, scale)
+
+
+def _gradients(d_output, d_mean, q, k, v, g, mean, cu_seqlens, scale):
     _, qs, inputs, s, chunks = _prepare(q, k, v, g, mean, cu_seqlens)
     ds = torch.zeros_like(s) if d_mean is None else d_mean.to(s.dtype).clone()
     grads = [torch.zeros_like(x) for x in (q, k, v, g)]

@@ -71,6 +71,8 @@ def palimpsa(
         shape = (rows, heads, value_size, key_size)
         contract.check_state(op, initial_state, PalimpsaState, (shape, shape), q)
         information, excess_precision = initial_state
+    if backend != "reference":
+        contract.refuse_forward_mode(op, q, k, w, beta, g, prior, information, excess_precision)
     run = dispatch.resolve(op, backend, q.device.type, q.dtype)
     output, variance, information, excess_precision = run(
         q, k, w, beta, g, prior, information, excess_precision, cu_seqlens, float(scale), bool(output_variance)

@@ -4,6 +4,7 @@ How the work is cut follows from the shapes alone and every sum runs in a fixed 
 the number of threads. Equations, layout and memory: see the kernels.
 """
 
+import contextlib
 import functools
 import logging
 import math
@@ -79,8 +80,9 @@ def _run(kernel, variant, arguments, scratch_sizes, dtype, tasks, work):
         for first, last in ranges:
             kernel(*arguments, own, first, last)
 
-    pool = _pool(os.getpid(), torch.get_num_threads() - 1)
-    helpers = [pool.submit(drain) for _ in range(threads - 1)]
+    pool, helpers = _pool(os.getpid(), torch.get_num_threads() - 1), []
+    with contextlib.suppress(RuntimeError):  # when the interpreter is shutting down, this thread does it all
+        helpers += [pool.submit(drain) for _ in range(threads - 1)]
     drain()
     for helper in helpers:
         if not helper.cancel():  # still queued behind another caller: nothing is left for it
@@ -173,7 +175,7 @@ def backward(
     initial = _to_tiles((information, excess_precision), shape, dtype)
     gradient = _to_tiles((d_information, d_excess_precision), shape, dtype)
     group = _group(sequences, heads, values, lanes)
-    groups = -(-values // (group * lanes))
+    groups = max(1, -(-values // (group * lanes)))
     new = torch.empty if offsets is None else torch.zeros
     dq, dk = (new((groups * x.shape[0], *x.shape[1:]), dtype=dtype) for x in (q, k))
     dg = new((groups * g.shape[0], *g.shape[1:]), dtype=torch.float64)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..contract import compute_dtype, read_offsets
+from ..contract import compute_dtype, full_precision, read_offsets
 from . import check_values
 
 Optional = Tensor | None
@@ -32,7 +32,8 @@ def register(name: str, forward: Callable, backward: Callable) -> Callable:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         offsets = read_offsets("palimpsa", cu_seqlens, q.shape[1])
         check_values(beta, g, prior, excess_precision, None if offsets is None else int(offsets[-1]))
-        return forward(q, k, w, beta, g, prior, information, excess_precision, offsets, scale, output_variance)
+        with full_precision(q.device):
+            return forward(q, k, w, beta, g, prior, information, excess_precision, offsets, scale, output_variance)
 
     @op.register_fake
     def _(q, k, w, beta, g, prior, information, excess_precision, cu_seqlens, scale, output_variance):
@@ -50,7 +51,8 @@ def register(name: str, forward: Callable, backward: Callable) -> Callable:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         offsets = read_offsets("palimpsa", cu_seqlens, q.shape[1])
         gradients = (d_output, d_variance, d_information, d_excess_precision)
-        return backward(*gradients, q, k, w, beta, g, prior, information, excess_precision, offsets, scale)
+        with full_precision(q.device):
+            return backward(*gradients, q, k, w, beta, g, prior, information, excess_precision, offsets, scale)
 
     @op_backward.register_fake
     def _(dy, dv, dm, dj, q, k, w, beta, g, prior, information, excess_precision, cu_seqlens, scale):
