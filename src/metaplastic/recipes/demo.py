@@ -74,6 +74,7 @@ def run_demo(config: DemoConfig, output: str | Path, *, say: Callable[[str], Non
     measurements = {"summary": summary, "recall": recalls, "language": language, "generation": written}
     result = results.record("demo", measurements, seeds=list(config.seeds), settings=dataclasses.asdict(config))
     results.write_json(output / "results.json", result)
+    say(f'\nmore text: metaplastic generate {output / "text"} "def "')
     return result, _report(config, result, output)
 
 

@@ -96,6 +96,7 @@ def train(config: TrainConfig, output: str | os.PathLike, *, overwrite: bool = F
     # Everything that can be wrong with the input is found before the folder is claimed or anything computed.
     tokenizer = load_tokenizer(config.tokenizer or (find_model(config.model) if config.model else "bytes"))
     train_blocks, eval_blocks = _blocks(config, tokenizer)
+    _announce(config, train_blocks, eval_blocks)
     data = train_blocks.fingerprint + eval_blocks.fingerprint
     if same and (_read_run(output / RUN) or {}).get(DATA) != data:
         raise ValueError(
@@ -226,6 +227,18 @@ def _blocks(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[te
     train_blocks = text.PackedText(training, tokenizer, config.block_length)
     with _named("documents", "held-out documents"):
         return train_blocks, text.PackedText(held_out, tokenizer, config.block_length)
+
+
+def _announce(config: TrainConfig, train_blocks: text.PackedText, eval_blocks: text.PackedText) -> None:
+    """Says how much text is on either side: documents are split whole, so few or uneven ones miss the share."""
+    sizes = [len(blocks) * config.block_length for blocks in (train_blocks, eval_blocks)]
+    share = sizes[1] / sum(sizes)
+    logger.info("%s tokens to train on, %s held out (%.1f%%)", f"{sizes[0]:,}", f"{sizes[1]:,}", 100 * share)
+    if not config.held_out / 3 < share < 3 * config.held_out:
+        logger.warning(
+            "warning: %.1f%% of the tokens are held out where %.1f%% were asked for: documents are held out whole; "
+            "give more files, or --separator to split them into documents", 100 * share, 100 * config.held_out,
+        )  # fmt: skip
 
 
 def _model(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> MetaplasticForCausalLM:
