@@ -149,8 +149,8 @@ def _report(config: DemoConfig, result: dict[str, Any], output: Path) -> Path:
                 label=label,
             )
     curves.axhline(measured["recall"]["palimpsa_d"][0]["chance"], color="#8c959f", linestyle=":", label="chance")
-    curves.set(xlabel="training step", ylabel="queries answered right", ylim=(0, 1), title="Learning to recall")
-    ages.set(xlabel="age of the pair when asked (tokens)", ylim=(0, 1), title="Recall by age")
+    curves.set(xlabel="training step", ylabel="queries answered right", ylim=(0, 1.04), title="Learning to recall")
+    ages.set(xlabel="age of the pair when asked (tokens)", ylim=(0, 1.04), title="Recall by age")
     curves.legend()
     figure.tight_layout()
     report.figure(figure, save=output / "recall.png")
