@@ -80,9 +80,9 @@ def weights_of(model):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_only_what_decay_would_bias_is_spared_from_it(build, network, tied):
-    model = network(tie_word_embeddings=tied)
+    options = {"palimpsa_d": {"num_heads": 2, "train_prior": True}}  # or the prior is no parameter
+    model = network(tie_word_embeddings=tied, mixer_options=options)
     for parameter in model.parameters():
-        parameter.requires_grad_(True)  # prior_log too: it is frozen by default
         with torch.no_grad():
             parameter.fill_(1.0)
     trainer = build(model, weight_decay=0.5, learning_rate=0.1)

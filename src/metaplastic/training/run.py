@@ -96,7 +96,6 @@ def train(config: TrainConfig, output: str | os.PathLike, *, overwrite: bool = F
     # Everything that can be wrong with the input is found before the folder is claimed or anything computed.
     tokenizer = load_tokenizer(config.tokenizer or (find_model(config.model) if config.model else "bytes"))
     train_blocks, eval_blocks = _blocks(config, tokenizer)
-    _announce(config, train_blocks, eval_blocks)
     data = train_blocks.fingerprint + eval_blocks.fingerprint
     if same and (_read_run(output / RUN) or {}).get(DATA) != data:
         raise ValueError(
@@ -109,6 +108,7 @@ def train(config: TrainConfig, output: str | os.PathLike, *, overwrite: bool = F
     model = _model(config, tokenizer)
     if not same:
         _claim(config, output, data)
+    _announce(config, train_blocks, eval_blocks)
     arguments = training_arguments(
         output,
         max_steps=config.steps,
