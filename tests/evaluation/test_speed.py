@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -16,7 +18,9 @@ def test_bench_measures_what_it_says():
 
 def test_peak_growth_sees_memory():
     grown = speed.peak_growth(lambda: torch.ones(16_000_000).add_(1).sum())
-    assert grown == 0.0 or grown > 30e6  # 64 MB while it runs; 0 where the system does not say
+    if not Path("/proc/self/statm").exists():
+        pytest.skip("this system does not say how much memory is resident")
+    assert grown > 30e6  # 64 MB while it runs
 
 
 def test_medians_call_alternately():
