@@ -6,8 +6,15 @@ Every mixer follows one protocol: ``mixer(x, state=None, *, mask=None, cu_seqlen
 """
 
 from .convolution import ShortConvolution
+from .mamba2 import Mamba2
 from .palimpsa_d import PalimpsaD, PalimpsaDAdditive
+from .palimpsa_m import PalimpsaM
 
-MIXERS = {"palimpsa_d": PalimpsaD, "palimpsa_d_additive": PalimpsaDAdditive}
+MIXERS = {
+    "palimpsa_d": PalimpsaD,
+    "palimpsa_d_additive": PalimpsaDAdditive,
+    "palimpsa_m": PalimpsaM,
+    "mamba2": Mamba2,
+}
 
-__all__ = ["MIXERS", "PalimpsaD", "PalimpsaDAdditive", "ShortConvolution"]
+__all__ = ["MIXERS", "Mamba2", "PalimpsaD", "PalimpsaDAdditive", "PalimpsaM", "ShortConvolution"]

@@ -9,25 +9,29 @@ from torch import Tensor, nn
 
 
 class ShortConvolution(nn.Module):
-    """``y_t = sum_i weight[:, W - 1 - i] x_{t - i}`` over the last W real tokens, per channel, no bias.
+    """``y_t = sum_i weight[:, W - 1 - i] x_{t - i} + bias`` over the last W real tokens, per channel.
 
     The state is the last W - 1 real inputs, ``[B, W - 1, C]`` (``[N, W - 1, C]`` for packed sequences). Padded tokens
     are skipped, wherever they stand: what a real token sees and what the state holds are as if they were not there.
     """
 
-    def __init__(self, channels: int, kernel_size: int = 4):
+    def __init__(self, channels: int, kernel_size: int = 4, *, bias: bool = False):
         super().__init__()
         if channels < 1 or kernel_size < 1:
             raise ValueError(f"channels and kernel_size must be >= 1, got {channels} and {kernel_size}")
         self.channels, self.kernel_size = channels, kernel_size
         self.weight = nn.Parameter(torch.empty(channels, kernel_size))
+        self.bias = nn.Parameter(torch.empty(channels)) if bias else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        nn.init.uniform_(self.weight, -1 / math.sqrt(self.kernel_size), 1 / math.sqrt(self.kernel_size))
+        bound = 1 / math.sqrt(self.kernel_size)
+        nn.init.uniform_(self.weight, -bound, bound)
+        if self.bias is not None:
+            nn.init.uniform_(self.bias, -bound, bound)
 
     def extra_repr(self) -> str:
-        return f"{self.channels}, kernel_size={self.kernel_size}"
+        return f"{self.channels}, kernel_size={self.kernel_size}, bias={self.bias is not None}"
 
     def init_state(self, batch: int) -> Float[Tensor, "B W C"]:
         return self.weight.new_zeros(batch, self.kernel_size - 1, self.channels)
@@ -57,11 +61,13 @@ class ShortConvolution(nn.Module):
 
     def _convolve(self, window: Tensor) -> Tensor:
         """``[B, W - 1 + T, C] -> [B, T, C]``."""
+        bias = None if self.bias is None else self.bias.to(window.dtype)
         if window.shape[1] == self.kernel_size:  # one token
-            return (window * self.weight.T.to(window.dtype)).sum(1, keepdim=True)
+            y = (window * self.weight.T.to(window.dtype)).sum(1, keepdim=True)
+            return y if bias is None else y + bias
         if window.shape[1] < self.kernel_size:
             return window[:, :0]
-        y = F.conv1d(window.transpose(1, 2), self.weight[:, None].to(window.dtype), groups=self.channels)
+        y = F.conv1d(window.transpose(1, 2), self.weight[:, None].to(window.dtype), bias, groups=self.channels)
         return y.transpose(1, 2)
 
     def _padded(self, x: Tensor, state: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

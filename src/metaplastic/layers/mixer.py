@@ -1,12 +1,17 @@
-"""What mixers share: the inputs of their rules, what they carry from token to token, and key normalisation."""
+"""What mixers share: the inputs of their rules, what they carry from token to token, and the protocol itself."""
 
-from typing import NamedTuple
+import math
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from jaxtyping import Float, Int
+from torch import Tensor, nn
 
-from ..ops.contract import compute_dtype
+from .. import ops
+from ..ops import dispatch
+from ..ops.contract import check_mask, check_packing, compute_dtype, inside_sequences
 from ..rules import AdditiveState, PalimpsaState
+from .convolution import ShortConvolution
 
 
 class AdditiveGates(NamedTuple):
@@ -34,6 +39,164 @@ class MixerState(NamedTuple):
 
     convolution: Tensor  # [B, W - 1, channels], the last inputs of the short convolution
     memory: AdditiveState | PalimpsaState
+
+
+class Projected(NamedTuple):
+    """What a mixer makes of its activations."""
+
+    gates: Any  # the rule's inputs
+    values: Tensor  # [B, T, H, V], before the write strength: what the residual D passes on
+    output_gate: Tensor  # [B, T, H * V]
+    convolution: Tensor  # the new state of the short convolution
+
+
+class Mixer(nn.Module):
+    """Short convolution, gates, additive rule, gated read-out: the frame that the mixers fill in.
+
+    A mixer defines ``_project`` (activations to :class:`Projected`) and ``_output`` (read-out to activations), and
+    inherits calls, checks, padding, packing and states. Its rule is the additive one unless
+    :class:`~metaplastic.layers.evidence.Evidence` is mixed in.
+    """
+
+    operator: str = "additive"  # its name in ``metaplastic.ops``
+    memory_type: type = AdditiveState
+    no_weight_decay: tuple[str, ...] = ("A_log", "dt_bias", "D")  # parameters that weight decay would bias
+    value_expansion: int = 1  # default value_size of a language model: this many times hidden_size / num_heads
+
+    conv: ShortConvolution
+    scale: float  # multiplies q
+
+    def __init__(
+        self, hidden_size: int, num_heads: int, key_size: int, value_size: int, decay_range, dt_range, backend: str
+    ):
+        super().__init__()
+        check_sizes(hidden_size=hidden_size, num_heads=num_heads, key_size=key_size, value_size=value_size)
+        for name, (low, high), least in (("decay_range", decay_range, 0.0), ("dt_range", dt_range, 1e-9)):
+            if not least <= low <= high:
+                raise ValueError(f"{name} must be (low, high) with {least:g} <= low <= high, got {(low, high)}")
+        dispatch.check_name(self.operator, backend)
+        self.hidden_size, self.num_heads, self.key_size, self.value_size = hidden_size, num_heads, key_size, value_size
+        self.decay_range, self.dt_range, self.backend = tuple(decay_range), tuple(dt_range), backend
+        self.A_log = nn.Parameter(torch.empty(num_heads))
+        self.dt_bias = nn.Parameter(torch.empty(num_heads))
+        self.D = nn.Parameter(torch.empty(num_heads))
+
+    def _init_rule(self) -> None:
+        """Makes the parameters that only this rule has; mixers call it last, so that shared ones are drawn alike."""
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draws the parameters held directly by this module (not those of its submodules)."""
+        nn.init.uniform_(self.A_log, self.decay_range[0], self.decay_range[1])
+        self.A_log.clamp_(min=1e-4).log_()  # A = 0 would never forget and have no gradient through exp(A_log)
+        low, high = self.dt_range
+        nn.init.uniform_(self.dt_bias, math.log(low), math.log(high)).exp_()
+        self.dt_bias.copy_(self.dt_bias + torch.log(-torch.expm1(-self.dt_bias)))  # inverse softplus
+        nn.init.ones_(self.D)
+
+    def init_state(self, batch: int) -> MixerState:
+        """The state before the first token, for ``batch`` sequences."""
+        shape = (batch, self.num_heads, self.value_size, self.key_size)
+        dtype = compute_dtype(self.A_log)
+        memory = self.memory_type(*(self.A_log.new_zeros(shape, dtype=dtype) for _ in self.memory_type._fields))
+        return MixerState(self.conv.init_state(batch), memory)
+
+    def gates(
+        self,
+        x: Float[Tensor, "B T D"],
+        state: MixerState | None = None,
+        *,
+        mask: Tensor | None = None,
+        cu_seqlens: Int[Tensor, "..."] | None = None,
+    ) -> AdditiveGates | PalimpsaGates:
+        """The inputs of this layer's rule for activations ``x``: replay the rule with them to look at the memory."""
+        x, keep = self._enter(x, state, mask, cu_seqlens)
+        return self._project(x, state, keep, cu_seqlens).gates
+
+    def forward(
+        self,
+        x: Float[Tensor, "B T D"],
+        state: MixerState | None = None,
+        *,
+        mask: Tensor | None = None,
+        cu_seqlens: Int[Tensor, "..."] | None = None,
+    ) -> tuple[Float[Tensor, "B T D"], MixerState]:
+        """One call for training, prefill, continuation and decoding.
+
+        Args:
+            x: activations ``[B, T, hidden_size]``.
+            state: from the previous call or :meth:`init_state`; None starts afresh.
+            mask: True (non-zero) at real tokens; padded tokens change nothing, give y = 0 and get zero gradient.
+            cu_seqlens: ``[N + 1]`` offsets of packed sequences (then B = 1); not together with ``mask``.
+
+        Returns:
+            y ``[B, T, hidden_size]`` and the new state (N rows when packed).
+
+        Raises:
+            ValueError, TypeError: a wrong shape, dtype, mask, state or offset; the message names the argument.
+        """
+        x, keep = self._enter(x, state, mask, cu_seqlens)
+        gates, values, output_gate, convolution = self._project(x, state, keep, cu_seqlens)
+        read = getattr(ops, self.operator)(
+            *gates,
+            initial_state=None if state is None else state.memory,
+            cu_seqlens=cu_seqlens,
+            scale=self.scale,
+            backend=self.backend,
+        )
+        y = self._output(read.output + self.D.to(values.dtype)[:, None] * values, output_gate)
+        return y if keep is None else y.masked_fill(~keep[..., None], 0), MixerState(convolution, read.state)
+
+    def _project(self, x: Tensor, state: MixerState | None, keep: Tensor | None, cu_seqlens) -> Projected:
+        raise NotImplementedError
+
+    def _output(self, o: Tensor, output_gate: Tensor) -> Tensor:
+        """Read-out ``[B, T, H, V]`` and gate ``[B, T, H * V]`` to ``[B, T, hidden_size]``."""
+        raise NotImplementedError
+
+    def _rule_inputs(self, x: Tensor, q: Tensor, k: Tensor, w: Tensor, strength: Tensor, g: Tensor):
+        """The rule's inputs; ``strength [B, T, H, 1]`` scales every kind of evidence (the write w has it already)."""
+        return AdditiveGates(q, k, w, g)
+
+    def _log_decay(self, dt: Tensor) -> Tensor:
+        return -self.A_log.to(dt.dtype).exp() * dt
+
+    def _enter(self, x, state, mask, cu_seqlens) -> tuple[Tensor, Tensor | None]:
+        """Checks the arguments; x with zeros at tokens that do not count, and which do ([B, T] bool; None: all)."""
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            raise TypeError(f"x must be a floating point tensor, got {getattr(x, 'dtype', type(x).__name__)}")
+        if x.dim() != 3 or x.shape[-1] != self.hidden_size:
+            raise ValueError(f"x must be [B, T, {self.hidden_size}], got {list(x.shape)}")
+        if mask is not None and cu_seqlens is not None:
+            raise ValueError("give mask (padded batch) or cu_seqlens (packed sequences), not both")
+        check_packing(type(self).__name__, cu_seqlens, x.shape[0])
+        if mask is not None:
+            check_mask("mask", mask)
+        if mask is not None and mask.shape != x.shape[:2]:
+            raise ValueError(f"mask must be [B, T] = {list(x.shape[:2])}, got {list(mask.shape)}")
+        if state is not None and not isinstance(state, MixerState):
+            raise TypeError(f"state must be a MixerState from this layer, got {type(state).__name__}")
+        if mask is not None:
+            keep = mask.bool()
+        elif cu_seqlens is not None:
+            keep = inside_sequences(cu_seqlens, x.shape[1], x.device)[None]
+        else:
+            return x, None
+        return x.masked_fill(~keep[..., None], 0), keep
+
+    def _convolve(self, x: Tensor, state: MixerState | None, keep: Tensor | None, cu_seqlens) -> tuple[Tensor, Tensor]:
+        return self.conv(
+            x,
+            None if state is None else state.convolution,
+            mask=keep if cu_seqlens is None else None,
+            cu_seqlens=cu_seqlens,
+        )
+
+
+def check_sizes(**sizes: int) -> None:
+    for name, size in sizes.items():
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(f"{name} must be an integer >= 1, got {size!r}")
 
 
 def l2_normalize(x: Tensor) -> Tensor:

@@ -105,6 +105,14 @@ def _choose(op: str, device: str, dtype: torch.dtype) -> str:
     raise RuntimeError(f"ops.{op}: no backend for {dtype} on {device}: {'; '.join(reasons)}")
 
 
+def check_name(op: str, backend: str) -> bool:
+    """Raises unless ``backend`` is "auto" or one of the operator's backends (whether or not it can run here)."""
+    if backend != "auto" and backend not in BACKENDS[op]:
+        names = ", ".join(repr(name) for name in ("auto", *BACKENDS[op]))
+        raise ValueError(f"ops.{op}: backend must be one of {names}, got {backend!r}")
+    return True
+
+
 _used: dict[str, set[str]] = {}
 
 
@@ -131,10 +139,7 @@ def resolve(op: str, backend: str, device: str, dtype: torch.dtype) -> Callable:
 def _resolve(op: str, backend: str, device: str, dtype: torch.dtype) -> str:
     if backend == "auto":
         backend = _choose(op, device, dtype)
-    elif backend not in BACKENDS[op]:
-        names = ", ".join(repr(name) for name in ("auto", *BACKENDS[op]))
-        raise ValueError(f"ops.{op}: backend must be one of {names}, got {backend!r}")
-    elif (reason := reason_against(op, backend, device, dtype)) is not None:
+    elif check_name(op, backend) and (reason := reason_against(op, backend, device, dtype)) is not None:
         raise RuntimeError(f"ops.{op}: backend {backend!r} {reason}")
     _used.setdefault(op, set()).add(backend)
     name = f"{op}/{backend}"
