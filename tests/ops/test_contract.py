@@ -1,5 +1,7 @@
 """What every operator promises beside its numbers: values in and out, causality, layouts, errors, compilers."""
 
+import importlib
+
 import pytest
 import torch
 import torch._dynamo.testing
@@ -10,7 +12,7 @@ from metaplastic.ops.accuracy import Case
 from metaplastic.rules import AdditiveState, PalimpsaState
 
 PAIRS = [(op, backend) for op, entries in dispatch.BACKENDS.items() for backend in entries]
-OPS = ["palimpsa", "additive"]
+OPS = list(accuracy.OPERATORS)
 
 
 def here(op, backend):
@@ -180,9 +182,31 @@ def test_error_messages_name_the_argument(op):
             "beta must be": {"beta": inputs["beta"][..., :1]},
             "excess_precision must be >= 0": {"initial_state": PalimpsaState(good[0], -good[1])},
         }
+    if op == "bayesian":
+        covariance, turn = good.covariance, torch.zeros(*inputs["g"].shape, 8)
+        wrong |= {
+            "process_noise must be >= 0": {"process_noise": -inputs["process_noise"]},
+            "observation_noise must be > 0": {"observation_noise": 0 * inputs["observation_noise"]},
+            "observation_noise must be": {"observation_noise": inputs["observation_noise"][:1]},
+            "groups G of observation_noise must divide": {"observation_noise": torch.ones(*inputs["g"].shape, 5)},
+            r"g must be \[B, T, H\] or \[B, T, H, K / 2\]": {"rotation": turn, "g": inputs["g"][:1]},
+            "rotation must be": {"rotation": turn[..., :3]},
+            "prior_variance": {"initial_state": None},
+            "prior_variance must be > 0": {"initial_state": None, "prior_variance": torch.zeros(2)},
+            r"prior_variance must be \[H\] or \[H, G\] = \[2\], got \[3\]": {
+                "initial_state": None,
+                "prior_variance": torch.ones(3),
+            },
+            "covariance must be symmetric": {"initial_state": type(good)(good[0], covariance.triu())},
+            "covariance must be positive definite": {"initial_state": type(good)(good[0], -covariance)},
+        }
     for message, change in wrong.items():
         with pytest.raises((ValueError, TypeError), match=message):
             call(op, inputs, **change)
+    if op == "bayesian":
+        odd = accuracy.example(op, Case(key_size=5), torch.float32)
+        with pytest.raises(ValueError, match="rotation needs an even key size, got K = 5"):
+            call(op, odd, rotation=torch.zeros(*odd["g"].shape, 2))
     with pytest.raises(TypeError):
         call(op, inputs, chunk_sizes=3)
 
@@ -212,10 +236,16 @@ def test_registered_as_a_proper_custom_op(op, backend):
     for case in (Case(length=12), Case(batch=1, length=20, offsets=(0, 7, 7, 16))):
         inputs = accuracy.example(op, case, torch.float32)
         states = list(inputs["initial_state"])
-        names = ("q", "k", "w", "beta", "g", "prior") if op == "palimpsa" else ("q", "k", "v", "g")
-        arguments = [*(inputs[n] for n in names), *states, inputs.get("cu_seqlens"), 0.5]
-        arguments += [True] if op == "palimpsa" else []
-        torch.library.opcheck(dispatch.load(op, backend), tuple(arguments))
+        names = {
+            "palimpsa": ("q", "k", "w", "beta", "g", "prior"),
+            "additive": ("q", "k", "v", "g"),
+            "bayesian": ("q", "k", "v", "g", "process_noise", "observation_noise"),
+        }[op]
+        rotation = [None] if op == "bayesian" else []
+        arguments = [*(inputs[n] for n in names), *rotation, *states, inputs.get("cu_seqlens"), 0.5]
+        arguments += {"palimpsa": [True], "additive": [], "bayesian": [True, True]}[op]
+        run = importlib.import_module("metaplastic.ops.bayesian.chunked")._filter if op == "bayesian" else None
+        torch.library.opcheck(run or dispatch.load(op, backend), tuple(arguments))
 
 
 @pytest.mark.parametrize(("op", "backend"), [p for p in PAIRS if p[1] != "reference"])

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from metaplastic.layers import MIXERS
 from metaplastic.models import MetaplasticConfig, MetaplasticForCausalLM
 from metaplastic.ops import accuracy, debug_checks, dispatch
 from metaplastic.ops.accuracy import Case
@@ -28,7 +29,7 @@ def test_parity(op, backend, dtype, case):
 
 
 @pytest.mark.filterwarnings("ignore:.*slow 'chunked' backend")
-@pytest.mark.parametrize("mixer", ["palimpsa_d", "palimpsa_d_additive"])
+@pytest.mark.parametrize("mixer", MIXERS)
 def test_model(mixer):
     torch.manual_seed(0)
     model = MetaplasticForCausalLM(

@@ -62,15 +62,32 @@ def test_decays(op, backend, decay):
     check(op, backend, Case(length=150, decay=decay), torch.float64)
 
 
+@pytest.mark.parametrize("op", ["additive", "bayesian"])
 @pytest.mark.parametrize(
-    "case", [Case(decay="per key", length=40), Case(decay="per key", batch=1, length=90, offsets=PACKED)]
+    "case", [Case(decay="per key", length=40), Case(decay="per key", batch=1, length=90, offsets=PACKED)], ids=str
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_decay_per_key(case, dtype):
-    check("additive", "chunked", case, dtype)
+def test_decay_per_key(op, case, dtype):
+    check(op, "chunked", case, dtype)
 
 
-@pytest.mark.parametrize("op", ["palimpsa", "additive"])
+@pytest.mark.parametrize("decay", ["mixed", "per key"])
+@pytest.mark.parametrize("noise_groups", [0, 1, 3])
+@pytest.mark.parametrize("noise_per_key", [False, True])
+@pytest.mark.parametrize("rotation", [False, True])
+@pytest.mark.parametrize("offsets", [None, PACKED])
+@pytest.mark.parametrize("initial", [False, True])
+def test_every_form_of_the_filter(decay, noise_groups, noise_per_key, rotation, offsets, initial):
+    """Dynamics, process noise, groups and rotations in every combination, dense and packed."""
+    case = Case(
+        batch=2 if offsets is None else 1, length=90, key_size=6, value_size=6, decay=decay, offsets=offsets,
+        initial=initial, noise_groups=noise_groups, noise_per_key=noise_per_key, rotation=rotation,
+    )  # fmt: skip
+    check("bayesian", "chunked", case, torch.float64)
+    check("bayesian", "chunked", case, torch.float32)
+
+
+@pytest.mark.parametrize("op", ["palimpsa", "additive", "bayesian"])
 @pytest.mark.parametrize("size", [1, 2, 7, 16, 64, 1000])
 def test_every_chunk_size(op, size, monkeypatch):
     """The chunk is a matter of speed alone."""
@@ -79,7 +96,7 @@ def test_every_chunk_size(op, size, monkeypatch):
     monkeypatch.setattr(module, "chunk_size", lambda *a, **b: seen.append(size) or size)
     for case in (Case(decay="mixed"), Case(batch=1, length=90, offsets=PACKED, decay="mixed")):
         check(op, "chunked", case, torch.float64)
-    if op == "additive":
+    if op != "palimpsa":
         check(op, "chunked", Case(decay="per key", length=50), torch.float64)
     assert seen
 
@@ -91,7 +108,7 @@ def test_chunk_size_is_bounded():
     assert chunks.chunk_size(2**40, cpu) == 1
 
 
-@pytest.mark.parametrize("op", ["palimpsa", "additive"])
+@pytest.mark.parametrize("op", list(accuracy.OPERATORS))
 def test_mixed_input_dtypes(op):
     """q in bf16 beside float32 and float16 inputs: the output has q's dtype, gradients have their inputs'."""
     for backend in [b for o, b in PAIRS if o == op]:

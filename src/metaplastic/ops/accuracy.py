@@ -11,11 +11,16 @@ import torch
 from torch import Tensor
 
 from ..rules.additive import AdditiveState
+from ..rules.bayesian import GaussianState
 from ..rules.palimpsa import PalimpsaState
-from . import additive, palimpsa
+from . import additive, bayesian, palimpsa
 from .dispatch import BACKENDS
 
-OPERATORS = {"palimpsa": (palimpsa, PalimpsaState), "additive": (additive, AdditiveState)}
+OPERATORS = {
+    "palimpsa": (palimpsa, PalimpsaState),
+    "additive": (additive, AdditiveState),
+    "bayesian": (bayesian, GaussianState),
+}
 
 
 class Tolerance(NamedTuple):
@@ -49,6 +54,9 @@ class Case:
     offsets: tuple[int, ...] | None = None  # packed sequences; then batch is 1
     initial: bool = True
     scale: float = 0.7
+    noise_groups: int = 0  # of ops.bayesian; 0: no group axis
+    noise_per_key: bool = False
+    rotation: bool = False
 
     @property
     def rows(self) -> int:
@@ -80,7 +88,8 @@ def example(op: str, case: Case, dtype: torch.dtype, device: str = "cpu", seed: 
         choices = torch.tensor([0.0] * 5 + [-0.1] * 5 + [-50.0, -1000.0, -torch.inf], dtype=torch.float64)
         g = choices[torch.randint(len(choices), shape, generator=source)]
     elif case.decay == "per key":
-        g = -torch.rand(*shape, case.key_size, generator=source, dtype=torch.float64)
+        size = case.key_size // 2 if case.rotation else case.key_size
+        g = -torch.rand(*shape, size, generator=source, dtype=torch.float64)
         g[:, case.length // 2] = -1000.0
     states = [normal(case.rows, case.heads, case.value_size, case.key_size) for _ in range(2)]
     inputs = {"q": q, "k": k}
@@ -90,11 +99,24 @@ def example(op: str, case: Case, dtype: torch.dtype, device: str = "cpu", seed: 
         inputs["g"] = g
         inputs["prior"] = 0.5 + torch.rand(case.heads, generator=source, dtype=torch.float64)
         states[1] = states[1].abs()
+    elif op == "bayesian":
+        of_groups = (case.noise_groups,) if case.noise_groups else ()
+        of_keys = (case.key_size,) if case.noise_per_key else ()
+        inputs |= {"v": normal(*shape, case.value_size), "g": g}
+        inputs["process_noise"] = 0.1 * torch.rand(*shape, *of_keys, generator=source, dtype=torch.float64)
+        inputs["observation_noise"] = 0.05 + torch.rand(*shape, *of_groups, generator=source, dtype=torch.float64)
+        if case.rotation:
+            inputs["rotation"] = normal(*shape, case.key_size // 2)
+        if not case.initial:
+            inputs["prior_variance"] = 0.5 + torch.rand(case.heads, *of_groups, generator=source, dtype=torch.float64)
+        root = normal(case.rows, case.heads, *of_groups, case.key_size, case.key_size)
+        covariance = root @ root.mT / case.key_size + 0.1 * torch.eye(case.key_size, dtype=torch.float64)
+        states = [states[0].mT, covariance]
     else:
         inputs |= {"v": normal(*shape, case.value_size), "g": g}
         states = states[:1]
     state_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-    gates = {"g", "prior"}  # always at least float32
+    gates = set(inputs) - {"q", "k", "v", "w", "beta"}  # decays, variances and angles: always at least float32
     made = {n: x.to(device, state_dtype if n in gates else dtype).requires_grad_() for n, x in inputs.items()}
     if case.initial:
         made["initial_state"] = OPERATORS[op][1](*(s.to(device, state_dtype).requires_grad_() for s in states))

@@ -112,19 +112,20 @@ def check_state(op: str, state: Any, kind: type, shapes: tuple[tuple[int, ...], 
         )
 
 
-def _readable(x: Tensor) -> bool:
+def readable(x: Tensor) -> bool:
+    """Whether looking at values neither stalls a device nor is impossible."""
     return x.numel() > 0 and (x.device.type == "cpu" or _debug_checks) and x.device.type != "meta"
 
 
 def check_at_most(op: str, name: str, x: Tensor, bound: float, meaning: str) -> None:
     """Every value must be <= bound; NaN fails too. Skipped where reading a value would stall the device."""
-    if _readable(x) and not (largest := x.detach().max().item()) <= bound:
+    if readable(x) and not (largest := x.detach().max().item()) <= bound:
         raise ValueError(f"{op}: {name} must be <= {bound:g} ({meaning}), got a value of {largest:g}")
 
 
 def check_at_least(op: str, name: str, x: Tensor, bound: float, meaning: str, *, strictly: bool = False) -> None:
     """Every value must be >= bound (> bound if ``strictly``); NaN fails too. Skipped as in :func:`check_at_most`."""
-    if _readable(x):
+    if readable(x):
         smallest = x.detach().min().item()
         if not (smallest > bound if strictly else smallest >= bound):
             sign = ">" if strictly else ">="

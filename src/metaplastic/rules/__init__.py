@@ -6,8 +6,29 @@ Rules run in the dtype of their inputs, float64 included; autograd differentiate
 against which every fast implementation in :mod:`metaplastic.ops` is tested.
 """
 
-from . import additive, palimpsa
+from . import additive, bayesian, delta, gaussian, longhorn, mean_field, mesa, palimpsa
 from .additive import AdditiveState
+from .bayesian import GaussianState
+from .delta import DeltaState
+from .gaussian import FullGaussianState
+from .mean_field import MeanFieldState
+from .mesa import MesaState
 from .palimpsa import PalimpsaState
 
-__all__ = ["AdditiveState", "PalimpsaState", "additive", "palimpsa"]
+__all__ = [
+    "AdditiveState",
+    "DeltaState",
+    "FullGaussianState",
+    "GaussianState",
+    "MeanFieldState",
+    "MesaState",
+    "PalimpsaState",
+    "additive",
+    "bayesian",
+    "delta",
+    "gaussian",
+    "longhorn",
+    "mean_field",
+    "mesa",
+    "palimpsa",
+]

@@ -1,0 +1,240 @@
+r"""One chunk of the filter, exactly, as matrix products and one Cholesky factor (docs/math.md derives it).
+
+C tokens with entry state (P0, M0). R[t, s] = exp(g_{s+1} + ... + g_t) for s <= t, entry_t = exp(g_1 + ... + g_t) and
+tail_s = R[C, s], each with a key axis when g is per key. Keys and values are whitened beforehand (divided by the
+standard deviation of their noise), so the noise is 1, pivots are at least 1 and a token with k = 0 changes nothing.
+
+    N_t = sum_s R[t, s]^2 l_s^2                       process noise gathered since the entry, diagonal (+ pairs)
+    Kg = entry x K,  Qg = entry x Q,  W = Kg P0,  y = N K
+    A = I + sym(tril(W Kg^T) + <K, R y>) = L L^T      covariance of the chunk's observations
+    B = last x W + tail x y,  e = L^-1 (V - Kg M0),  U = L^-1 B
+    X = tril(Qg W^T) + <Q, R y>,  Z = tril(X L^-T)
+    output = Qg M0 + Z e                              var_t = Qg_t P0 Qg_t + Q_t N_t Q_t - sum_s Z[t, s]^2
+    P' = last P0 last + N_C - U^T U                   M' = last x M0 + U^T e
+
+<x, R y>[t, s] = sum_d x_td R_d[t, s] y_sd. Decays are masked segment sums, never differences of cumulative sums: exact
+beside g = -1000, and -inf is allowed. With rotations all of this is in a frame that turns with the keys, where N_t also
+couples the two keys of a pair.
+
+Shapes: [n, H, G, C, ...]; what groups share has G = 1.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..chunks import segment_sums
+
+
+class Decay:
+    """Decays within a chunk; g ``[..., C, d]`` with d = 1 (per head) or K (per key)."""
+
+    def __init__(self, g: Tensor):
+        self.per_key = g.shape[-1] > 1
+        self.ratio = segment_sums(g.mT).exp()  # [..., d, C, C]
+        self.entry = g.cumsum(-2).exp()  # [..., C, d]
+        self.last = self.entry[..., -1:, :]  # [..., 1, d]
+        self.tail = self.ratio[..., -1, :].mT  # [..., C, d]
+
+    def pairs(self, x: Tensor, y: Tensor) -> Tensor:
+        """``<x, R y> [..., C, C]``, zero above the diagonal."""
+        if self.per_key:
+            return torch.einsum("...tk,...sk,...kts->...ts", x, y, self.ratio)
+        return (x @ y.mT) * self.ratio[..., 0, :, :]
+
+    def over_earlier(self, m: Tensor, y: Tensor) -> Tensor:
+        """``sum_s m[t, s] R[t, s] y_s``."""
+        if self.per_key:
+            return torch.einsum("...ts,...kts,...sk->...tk", m, self.ratio, y)
+        return (m * self.ratio[..., 0, :, :]) @ y
+
+    def over_later(self, m: Tensor, x: Tensor) -> Tensor:
+        """``sum_t m[t, s] R[t, s] x_t``."""
+        if self.per_key:
+            return torch.einsum("...ts,...kts,...tk->...sk", m, self.ratio, x)
+        return (m * self.ratio[..., 0, :, :]).mT @ x
+
+    def gathered(self, noise: Tensor) -> Tensor:
+        """``N_t = sum_s R[t, s]^2 noise_s``, noise ``[..., C, 1 or K]``."""
+        if self.per_key:
+            return torch.einsum("...kts,...sk->...tk", self.ratio.square(), noise.expand(*noise.shape[:-1], self.keys))
+        return self.ratio[..., 0, :, :].square() @ noise
+
+    def scattered(self, d_gathered: Tensor) -> Tensor:
+        """The adjoint of :meth:`gathered`: ``sum_t R[t, s]^2 d_t``."""
+        if self.per_key:
+            return torch.einsum("...kts,...tk->...sk", self.ratio.square(), d_gathered)
+        return self.ratio[..., 0, :, :].square().mT @ d_gathered
+
+    @property
+    def keys(self) -> int:
+        return self.ratio.shape[-3]
+
+
+class Noise(NamedTuple):
+    """A diagonal over keys, and what couples the two keys of each pair that turns (None: nothing)."""
+
+    diagonal: Tensor  # [..., C, 1 or K]
+    pair: Tensor | None  # [..., C, K / 2]
+
+    def times(self, x: Tensor) -> Tensor:
+        y = self.diagonal * x
+        return y if self.pair is None else y + self.pair.repeat_interleave(2, -1) * swapped(x)
+
+    def last_as_matrix(self, keys: int) -> Tensor:
+        """``[..., K, K]`` of the last token."""
+        last = self.diagonal[..., -1, :]
+        matrix = torch.diag_embed(last.expand(*last.shape[:-1], keys))
+        if self.pair is not None:
+            pair = self.pair[..., -1, :].repeat_interleave(2, -1)
+            matrix = matrix + pair[..., :, None] * _swap_matrix(keys, pair)
+        return matrix
+
+
+class Gradients(NamedTuple):
+    """Of one chunk's inputs. dk and dv are of the whitened ones; noises are gathered ones (N)."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    log_decay: Tensor  # [..., C, K], without what passes through the noise
+    noise: Noise
+    mean: Tensor
+    covariance: Tensor
+
+
+def swapped(x: Tensor) -> Tensor:
+    """The two keys of each pair exchanged."""
+    return x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+
+
+def _swap_matrix(keys: int, like: Tensor) -> Tensor:
+    return swapped(torch.eye(keys, dtype=like.dtype, device=like.device))
+
+
+def symmetric(x: Tensor) -> Tensor:
+    return (x + x.mT) / 2
+
+
+class Chunk:
+    """k ``[n, H, G, C, K]``, v ``[n, H, G, C, V / G]``, mean ``[n, H, G, K, V / G]``, covariance ``[n, H, G, K, K]``.
+
+    Queries q ``[n, H, 1, C, K]`` are shared by the groups. ``factor``: L, if it is known already.
+    """
+
+    def __init__(self, k: Tensor, v: Tensor, decay: Decay, noise: Noise, mean: Tensor, covariance: Tensor, factor=None):
+        self.k, self.v, self.decay, self.noise, self.mean, self.covariance = k, v, decay, noise, mean, covariance
+        self.entered = decay.entry * k  # Kg
+        self.spread = self.entered @ covariance  # W
+        self.gathered = noise.times(k)  # y
+        if factor is None:
+            known = (self.spread @ self.entered.mT + decay.pairs(k, self.gathered)).tril()
+            identity = torch.eye(k.shape[-2], dtype=k.dtype, device=k.device)
+            factor, info = torch.linalg.cholesky_ex(known + known.tril(-1).mT + identity)
+            # An observation noise below what this dtype resolves shows as NaN instead of a plausible wrong number.
+            factor = factor.where((info == 0)[..., None, None], torch.nan)
+        self.factor = factor
+        sides = torch.cat([v - self.entered @ mean, decay.last * self.spread + decay.tail * self.gathered], -1)
+        solved = torch.linalg.solve_triangular(factor, sides, upper=False)
+        self.innovation, self.gain = solved.split([v.shape[-1], k.shape[-1]], -1)  # e, U
+
+    def final(self) -> tuple[Tensor, Tensor]:
+        """Mean and covariance after the chunk."""
+        last = self.decay.last
+        covariance = last.mT * self.covariance * last + self.noise.last_as_matrix(self.k.shape[-1])
+        return last.mT * self.mean + self.gain.mT @ self.innovation, symmetric(covariance - self.gain.mT @ self.gain)
+
+    def _weights(self, entered: Tensor, q: Tensor) -> Tensor:
+        """Z: how much each token's read-out takes of each earlier innovation."""
+        crossed = (entered @ self.spread.mT).tril() + self.decay.pairs(q, self.gathered)
+        return torch.linalg.solve_triangular(self.factor, crossed.mT, upper=False).mT.tril()
+
+    def read(self, q: Tensor, want_variance: bool) -> tuple[Tensor, Tensor | None]:
+        """Output ``[n, H, G, C, V / G]`` and variance ``[n, H, G, C]``."""
+        entered = self.decay.entry * q
+        weights = self._weights(entered, q)
+        output = entered @ self.mean + weights @ self.innovation
+        if not want_variance:
+            return output, None
+        before = ((entered @ self.covariance) * entered).sum(-1) + (q * self.noise.times(q)).sum(-1)
+        return output, before - weights.square().sum(-1)
+
+    def backward(
+        self, q: Tensor, d_output: Tensor, d_variance: Tensor | None, d_mean: Tensor, d_covariance: Tensor
+    ) -> Gradients:
+        """The adjoint: the Cholesky factor and the solves need no gradient of L itself.
+
+        For lower-triangular L, tril(L^T tril(L^-T H)) = tril(H), so all of them together send H, the sum of the
+        products of each solution with its gradient, to A.
+        """
+        k, decay, factor, gain, innovation = self.k, self.decay, self.factor, self.gain, self.innovation
+        d_covariance = symmetric(d_covariance)
+        entered_q = decay.entry * q
+        weights = self._weights(entered_q, q)
+        d_gain = innovation @ d_mean.mT - 2 * gain @ d_covariance
+        d_innovation = gain @ d_mean + weights.mT @ d_output
+        d_weights = (d_output @ innovation.mT).tril()
+        if d_variance is not None:
+            d_weights = d_weights - 2 * d_variance[..., None] * weights
+        products = (d_gain @ gain.mT + d_innovation @ innovation.mT + d_weights.mT @ weights).tril()
+        products = products + products.tril(-1).mT
+        upper = factor.mT
+        width = innovation.shape[-1]
+        d_known = torch.linalg.solve_triangular(upper, products, upper=True)
+        d_known = -0.5 * torch.linalg.solve_triangular(upper, d_known.mT, upper=True)
+        sides = torch.linalg.solve_triangular(upper, torch.cat([d_innovation, d_gain], -1), upper=True)
+        d_residual, d_sent = sides.split([width, k.shape[-1]], -1)  # dV, dB
+        d_crossed = torch.linalg.solve_triangular(factor, d_weights, upper=False, left=False).tril()  # dX
+        d_spread = d_crossed.mT @ entered_q + decay.last * d_sent + d_known @ self.entered
+        d_entered_k = d_known @ self.spread + d_spread @ self.covariance - d_residual @ self.mean.mT
+        d_entered_q = d_output @ self.mean.mT + d_crossed @ self.spread
+        d_entry = decay.last.mT * d_covariance * decay.last + self.entered.mT @ d_spread
+        if d_variance is not None:
+            weighted = d_variance[..., None] * entered_q
+            d_entered_q = d_entered_q + 2 * weighted @ self.covariance
+            d_entry = d_entry + entered_q.mT @ weighted
+        lower = 2 * d_known.tril(-1) + torch.diag_embed(d_known.diagonal(dim1=-2, dim2=-1))
+        from_k, from_q = decay.over_earlier(lower, self.gathered), decay.over_earlier(d_crossed, self.gathered)
+        carried = decay.tail * d_sent
+        d_gathered = decay.over_later(lower, k) + decay.over_later(d_crossed, q) + carried
+        dk = decay.entry * d_entered_k + from_k + self.noise.times(d_gathered)
+        dq = decay.entry * d_entered_q + from_q
+        reads = None
+        if d_variance is not None:
+            reads = d_variance[..., None] * q
+            dq = dq + 2 * self.noise.times(reads)
+        log_decay = (
+            decay.entry * (k * d_entered_k + q * d_entered_q) + k * from_k + q * from_q - self.gathered * d_gathered
+        )
+        at_end = (self.gathered * carried).sum(-2) + decay.last[..., 0, :] * (
+            2 * ((d_covariance * self.covariance) @ decay.last.mT.expand(*self.covariance.shape[:-1], 1))[..., 0]
+            + (d_mean * self.mean).sum(-1)
+            + (d_sent * self.spread).sum(-2)
+        )
+        log_decay = torch.cat([log_decay[..., :-1, :], log_decay[..., -1:, :] + at_end[..., None, :]], -2)
+        return Gradients(
+            dq,
+            dk,
+            d_residual,
+            log_decay.flip(-2).cumsum(-2).flip(-2),
+            self._noise_gradient(q, d_gathered, reads, d_covariance),
+            decay.last.mT * d_mean + entered_q.mT @ d_output - self.entered.mT @ d_residual,
+            symmetric(d_entry),
+        )
+
+    def _noise_gradient(self, q: Tensor, d_gathered: Tensor, reads: Tensor | None, d_covariance: Tensor) -> Noise:
+        """Of N: through y = N K, through the variance's Q N Q, and through the final covariance."""
+        diagonal = self.k * d_gathered
+        if reads is not None:
+            diagonal = diagonal + reads * q
+        ends = d_covariance.diagonal(dim1=-2, dim2=-1)[..., None, :]
+        diagonal = torch.cat([diagonal[..., :-1, :], diagonal[..., -1:, :] + ends], -2)
+        if self.noise.pair is None:
+            return Noise(diagonal, None)
+        pair = self.k * swapped(d_gathered)
+        if reads is not None:
+            pair = pair + reads * swapped(q)
+        ends = (d_covariance * _swap_matrix(q.shape[-1], q)).sum(-1)[..., None, :]
+        pair = torch.cat([pair[..., :-1, :], pair[..., -1:, :] + ends], -2)
+        return Noise(diagonal, pair.unflatten(-1, (-1, 2)).sum(-1))

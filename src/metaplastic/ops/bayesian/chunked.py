@@ -1,0 +1,233 @@
+"""The chunked backend: the exact chunk form (``chunk.py``) in plain PyTorch, on any device, chunk after chunk.
+
+For the backward pass the entry state and the Cholesky factor of every chunk are kept; everything else is recomputed.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...rules import bayesian as rule
+from ..chunks import Chunks, chunk_size
+from ..contract import compute_dtype, full_precision, read_offsets
+from . import check_values
+from .frame import Frame, Inputs
+
+Optional = Tensor | None
+
+
+class _Plan:
+    """How one call is cut: inputs in the compute dtype, chunks, groups, and room for what the backward needs."""
+
+    def __init__(self, q, k, v, g, process_noise, observation_noise, rotation, cu_seqlens, scale):
+        self.offsets = read_offsets("bayesian", cu_seqlens, q.shape[1])
+        self.dtype = compute_dtype(q)
+        self.rows = q.shape[0] if self.offsets is None else len(self.offsets) - 1
+        self.heads, self.keys, self.values = q.shape[2], q.shape[3], v.shape[3]
+        self.grouped = observation_noise.dim() == 4
+        self.groups = observation_noise.shape[3] if self.grouped else 1
+        self.scale = scale
+        per_head = (x if x.dim() == 4 else x[..., None] for x in (g, process_noise))
+        noise = observation_noise if self.grouped else observation_noise[..., None]
+        self.inputs = [x.to(self.dtype) for x in (q, k, v, *per_head, noise)]
+        self.rotation = None if rotation is None else rotation.to(self.dtype)
+        size = self.size(self.rows, self.heads, self.keys, g.dim() == 4, q.device)
+        self.chunks = Chunks(q.shape[0], q.shape[1], self.offsets, size, q.device)
+
+    @staticmethod
+    def size(rows: int, heads: int, keys: int, per_key: bool, device: torch.device) -> int:
+        # Per key the pairwise decays are [K, C, C].
+        return chunk_size(rows * heads * keys * (16 if per_key else 1), device, 16 if per_key else 64)
+
+    def take(self, c: int) -> Inputs:
+        q, k, v, g, process, observation = (self.chunks.take(x, c).transpose(1, 2) for x in self.inputs)
+        noise = observation.mT[..., None]  # [n, H, G, C, 1]
+        if self.offsets is not None:  # beyond a sequence's end everything is 0, an identity if the noise is positive
+            noise = noise.where(noise > 0, 1)
+        return Inputs(
+            (q * self.scale)[:, :, None],
+            k[:, :, None],
+            v.unflatten(-1, (self.groups, -1)).transpose(2, 3),
+            g[:, :, None],
+            process[:, :, None],
+            noise,
+            None if self.rotation is None else self.chunks.take(self.rotation, c).transpose(1, 2)[:, :, None],
+        )
+
+    def put(self, out: Tensor, c: int, value: Tensor) -> None:
+        """``[n, H, 1 or G, C, x]`` into ``[B, T, H, ...]``: the group axis joins the last one."""
+        self.chunks.put(out, c, value.permute(0, 3, 1, 2, 4).reshape(value.shape[0], value.shape[3], *out.shape[2:]))
+
+    def split(self, mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
+        """States with a group axis: ``[N, H, G, K, V / G]`` and ``[N, H, G, K, K]``, copied."""
+        columns = mean.unflatten(-1, (self.groups, -1)).movedim(-2, 2)
+        return columns.contiguous().clone(), (covariance if self.grouped else covariance[:, :, None]).clone()
+
+    def join(self, mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
+        joined = mean.movedim(2, -2).flatten(-2).contiguous()
+        return joined, covariance if self.grouped else covariance[:, :, 0].contiguous()
+
+
+@torch.library.custom_op("metaplastic::bayesian_chunked", mutates_args=())
+def _filter(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, process_noise: Tensor, observation_noise: Tensor, rotation: Optional,
+    mean: Tensor, covariance: Tensor, cu_seqlens: Optional, scale: float, output_variance: bool, keep: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    with full_precision(q.device):
+        plan = _Plan(q, k, v, g, process_noise, observation_noise, rotation, cu_seqlens, scale)
+        tokens = None if plan.offsets is None else int(plan.offsets[-1])
+        check_values(g, process_noise, observation_noise, tokens)
+        if q.shape[1] == 1 and plan.offsets is None and not keep:  # decoding: one step needs no chunk
+            given = [x[:, 0].to(plan.dtype) for x in (k, v, g, process_noise, observation_noise)]
+            angle = None if rotation is None else rotation[:, 0].to(plan.dtype)
+            final = rule.step(rule.GaussianState(mean, covariance), *given, rotation=angle)
+            y, spread = rule.readout(final, q[:, 0].to(plan.dtype) * scale)
+            spread = spread[:, None] if output_variance else spread.new_empty(0)
+            return y[:, None].to(q.dtype), spread, final.mean, final.covariance, *_room(plan, q, v, keep)
+        output = q.new_zeros(v.shape)
+        variance = q.new_zeros(observation_noise.shape if output_variance else (0,), dtype=plan.dtype)
+        state = plan.split(mean, covariance)
+        kept: list[list[Tensor]] = [[], [], []]
+        for c in range(plan.chunks.count):
+            rows = plan.chunks.rows(c)
+            frame = Frame(plan.take(c))
+            entry = [s[rows] for s in state]
+            chunk = frame.enter(*entry)
+            y, spread = chunk.read(frame.q, output_variance)
+            plan.put(output, c, y)
+            if spread is not None:
+                plan.put(variance, c, spread[..., None])
+            if keep:
+                for pieces, x in zip(kept, (*entry, _padded(chunk.factor, plan.chunks.size)), strict=True):
+                    pieces.append(x.clone())
+            for s, new in zip(state, frame.leave(*chunk.final()), strict=True):
+                s[rows] = new
+        saved = _room(plan, q, v, keep)
+        for whole, pieces in zip(saved, kept, strict=True):
+            used = sum(len(x) for x in pieces)
+            torch.cat([*pieces, whole.new_zeros(whole.shape[0] - used, *whole.shape[1:])], out=whole)
+        mean, covariance = plan.join(*state)
+        return output, variance, mean, covariance, *saved
+
+
+def _padded(factor: Tensor, size: int) -> Tensor:
+    """The last chunk may be shorter."""
+    return F.pad(factor, (0, size - factor.shape[-1], 0, size - factor.shape[-1]))
+
+
+def _room(plan: "_Plan", q: Tensor, v: Tensor, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
+    return _saved_shapes(
+        q, v, plan.rows, plan.groups, plan.chunks.size if keep else 0, plan.offsets is not None, plan.dtype
+    )
+
+
+def _saved_shapes(q, v, rows, groups, size, packed, dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for entry means, entry covariances and factors of every chunk of every sequence; ``size`` 0: none."""
+    heads, keys = q.shape[2], q.shape[3]
+    count = 0
+    if size:
+        count = q.shape[1] // size + rows if packed else rows * (-(-q.shape[1] // size))
+    shape = (count, heads, groups)
+    return (
+        q.new_empty((*shape, keys, v.shape[3] // groups), dtype=dtype),
+        q.new_empty((*shape, keys, keys), dtype=dtype),
+        q.new_empty((*shape, size, size), dtype=dtype),
+    )
+
+
+@_filter.register_fake
+def _(q, k, v, g, process_noise, observation_noise, rotation, mean, covariance, cu_seqlens, scale, variance, keep):
+    dtype = compute_dtype(q)
+    groups = observation_noise.shape[3] if observation_noise.dim() == 4 else 1
+    rows = mean.shape[0]
+    size = _Plan.size(rows, q.shape[2], q.shape[3], g.dim() == 4, q.device) if keep else 0
+    spread = q.new_empty(observation_noise.shape if variance else (0,), dtype=dtype)
+    saved = _saved_shapes(q, v, rows, groups, size, cu_seqlens is not None, dtype)
+    states = (x.new_empty(x.shape) for x in (mean, covariance))
+    return q.new_empty(v.shape), spread, *states, *saved
+
+
+@torch.library.custom_op("metaplastic::bayesian_chunked_backward", mutates_args=())
+def _adjoint(
+    d_output: Tensor, d_variance: Optional, d_mean: Optional, d_covariance: Optional,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, process_noise: Tensor, observation_noise: Tensor, rotation: Optional,
+    mean: Tensor, covariance: Tensor, means: Tensor, covariances: Tensor, factors: Tensor,
+    cu_seqlens: Optional, scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    with full_precision(q.device):
+        inputs = (q, k, v, g, process_noise, observation_noise, rotation)
+        plan = _Plan(*inputs, cu_seqlens, scale)
+        start = [
+            torch.zeros_like(x) if d is None else d.to(x.dtype)
+            for x, d in zip((mean, covariance), (d_mean, d_covariance), strict=True)
+        ]
+        d_state = plan.split(start[0], start[1])
+        grads = [torch.zeros_like(x) if x is not None else q.new_empty(0) for x in inputs]
+        if d_variance is not None and not plan.grouped:
+            d_variance = d_variance[..., None]
+        d_output = d_output.to(plan.dtype).unflatten(-1, (plan.groups, -1))  # [B, T, H, G, V / G]
+        end = sum(_count(plan.chunks.rows(c), plan.rows) for c in range(plan.chunks.count))
+        for c in reversed(range(plan.chunks.count)):
+            rows = plan.chunks.rows(c)
+            begin = end - _count(rows, plan.rows)
+            frame = Frame(plan.take(c))
+            length = frame.k.shape[-2]
+            chunk = frame.enter(means[begin:end], covariances[begin:end], factors[begin:end, ..., :length, :length])
+            dy = plan.chunks.take(d_output, c).permute(0, 2, 3, 1, 4)
+            dv = None
+            if d_variance is not None:
+                dv = plan.chunks.take(d_variance, c).permute(0, 2, 3, 1)
+            outside = [s[rows] for s in d_state]
+            inside = frame.return_to(*outside)
+            d = chunk.backward(frame.q, dy, dv, *inside)
+            for out, value in zip(grads, frame.gradients(chunk, d, *inside), strict=True):
+                if value is not None:
+                    plan.put(out, c, value * scale if out is grads[0] else value)
+            d_state[0][rows], d_state[1][rows] = d.mean, d.covariance
+            end = begin
+        dq, dk, dv, dg, d_process, d_observation, d_rotation = grads
+        return dq, dk, dv, dg, d_process, d_observation, d_rotation, *plan.join(d_state[0], d_state[1])
+
+
+def _count(rows: slice | Tensor, total: int) -> int:
+    return total if isinstance(rows, slice) else len(rows)
+
+
+@_adjoint.register_fake
+def _(
+    d_output, d_variance, d_mean, d_covariance, q, k, v, g, process_noise, observation_noise, rotation,
+    mean, covariance, means, covariances, factors, cu_seqlens, scale,
+):  # fmt: skip
+    inputs = (q, k, v, g, process_noise, observation_noise, rotation)
+    like = (q.new_empty(0) if x is None else x.new_empty(x.shape) for x in inputs)
+    return *like, mean.new_empty(mean.shape), covariance.new_empty(covariance.shape)
+
+
+def _setup_context(ctx, inputs, output):
+    *tensors, ctx.scale, ctx.output_variance, _ = inputs
+    ctx.save_for_backward(*tensors, *output[4:])
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx, d_output, d_variance, d_mean, d_covariance, *_):
+    *inputs, cu_seqlens, means, covariances, factors = ctx.saved_tensors
+    if d_output is None:
+        d_output = inputs[0].new_zeros(inputs[2].shape)
+    gradients = _adjoint(
+        d_output, d_variance if ctx.output_variance else None, d_mean, d_covariance,
+        *inputs, means, covariances, factors, cu_seqlens, ctx.scale,
+    )  # fmt: skip
+    wanted = [d if x is not None else None for d, x in zip(gradients, inputs, strict=True)]
+    return *wanted, None, None, None, None
+
+
+_filter.register_autograd(_differentiate, setup_context=_setup_context)
+
+
+def apply(
+    q, k, v, g, process_noise, observation_noise, rotation, mean, covariance, cu_seqlens, scale, output_variance
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Output, variance (empty if not asked for), final mean and covariance."""
+    given = (q, k, v, g, process_noise, observation_noise, rotation, mean, covariance)
+    keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
+    return _filter(*given, cu_seqlens, scale, output_variance, keep)[:4]

@@ -1,0 +1,132 @@
+"""The frame in which one chunk's dynamics are diagonal and its noise is 1, and the way back for gradients.
+
+Rotations are undone before and redone after: within a chunk keys and queries are turned back by the angle gathered
+since its start. Keys and values are whitened: divided by the standard deviation of their observation noise.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...rules.bayesian import rotate
+from .chunk import Chunk, Decay, Gradients, Noise, swapped, symmetric
+
+
+class Inputs(NamedTuple):
+    """One chunk of the operator's inputs, ``[n, H, G or 1, C, ...]``."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor  # [..., C, 1 or K]
+    process_noise: Tensor  # [..., C, 1 or K]
+    observation_noise: Tensor  # [..., C, 1]
+    rotation: Tensor | None  # [..., C, K / 2]
+
+
+class Frame:
+    """The frame that turns with the keys: angles gathered since the chunk's start, inclusive."""
+
+    def __init__(self, inputs: Inputs):
+        self.given = inputs
+        self.angle = None if inputs.rotation is None else inputs.rotation.cumsum(-2)
+        self.decay = Decay(inputs.g)
+        self.white = inputs.observation_noise.rsqrt()
+        self.q, self.unscaled = self._back(inputs.q), self._back(inputs.k)
+        self.k, self.v = self.unscaled * self.white, inputs.v * self.white
+        self.step_noise = self._turned_noise()
+        self.noise = Noise(
+            self.decay.gathered(self.step_noise.diagonal),
+            None if self.step_noise.pair is None else self._pair_decay().gathered(self.step_noise.pair),
+        )
+
+    def _pair_decay(self) -> Decay:
+        return Decay(self.given.g[..., ::2]) if self.decay.per_key else self.decay
+
+    def _back(self, x: Tensor) -> Tensor:
+        """Turned back: ``x e^{-i angle}`` on every pair."""
+        return x if self.angle is None else rotate(x[..., None], -self.angle)[..., 0]
+
+    def _turned_noise(self) -> Noise:
+        """Rot^T diag(noise) Rot of the noise that one step adds."""
+        noise = self.given.process_noise
+        if self.angle is None or noise.shape[-1] == 1:
+            return Noise(noise, None)
+        real, imaginary = noise[..., ::2], noise[..., 1::2]
+        mean, half = (real + imaginary) / 2, (imaginary - real) / 2
+        cos, sin = (2 * self.angle).cos(), (2 * self.angle).sin()
+        return Noise(torch.stack([mean - half * cos, mean + half * cos], -1).flatten(-2), half * sin)
+
+    def enter(self, mean: Tensor, covariance: Tensor, factor: Tensor | None = None) -> Chunk:
+        return Chunk(self.k, self.v, self.decay, self.noise, mean, covariance, factor)
+
+    def leave(self, mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
+        """The state after the chunk, out of the frame."""
+        if self.angle is None:
+            return mean, covariance
+        last = self.angle[..., -1, :]
+        return rotate(mean, last), rotate(rotate(covariance, last).mT, last).mT
+
+    def return_to(self, mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients of the state after the chunk, into the frame."""
+        if self.angle is None:
+            return mean, covariance
+        last = -self.angle[..., -1, :]
+        return rotate(mean, last), rotate(rotate(covariance, last).mT, last).mT
+
+    def gradients(self, chunk: Chunk, d: Gradients, d_mean: Tensor, d_covariance: Tensor) -> list[Tensor | None]:
+        """From the chunk's gradients to those of :class:`Inputs`; what groups share is summed over them."""
+        noise, given = self.step_noise, self.given
+        dq, dk, dv = d.q.sum(2, keepdim=True), (d.k * self.white).sum(2, keepdim=True), d.v * self.white
+        d_white = (d.k * self.unscaled).sum(-1, keepdim=True) + (d.v * given.v).sum(-1, keepdim=True)
+        d_gathered = d.noise.diagonal.sum(2, keepdim=True)
+        if self.noise.diagonal.shape[-1] == 1:
+            d_gathered = d_gathered.sum(-1, keepdim=True)
+        d_step, d_pair = self.decay.scattered(d_gathered), None
+        # N_t = exp(2 g_t) N_{t-1} + noise_t
+        d_decay = 2 * (self.noise.diagonal - noise.diagonal) * d_step
+        if noise.pair is not None and self.noise.pair is not None and d.noise.pair is not None:
+            d_pair = self._pair_decay().scattered(d.noise.pair.sum(2, keepdim=True))
+            d_decay = d_decay + ((self.noise.pair - noise.pair) * d_pair).repeat_interleave(2, -1)
+        log_decay = d.log_decay.sum(2, keepdim=True)
+        if not self.decay.per_key:
+            log_decay, d_decay = log_decay.sum(-1, keepdim=True), d_decay.sum(-1, keepdim=True)
+        d_rotation = None
+        if self.angle is not None:
+            d_angle = _turn(dk, self.unscaled) + _turn(dq, self.q)
+            if d_pair is not None:
+                d_noise, d_step = self._turned_noise_gradient(d_step, d_pair)
+                d_angle = d_angle + d_noise
+            mean, covariance = chunk.final()
+            turned = (d_mean * _quarter(mean)).sum(-1) + 2 * (symmetric(d_covariance) * _quarter(covariance)).sum(-1)
+            at_end = turned.sum(2, keepdim=True).unflatten(-1, (-1, 2)).sum(-1)
+            d_angle = torch.cat([d_angle[..., :-1, :], d_angle[..., -1:, :] + at_end[..., None, :]], -2)
+            d_rotation = d_angle.flip(-2).cumsum(-2).flip(-2)
+            dk, dq = (rotate(x[..., None], self.angle)[..., 0] for x in (dk, dq))
+        if given.process_noise.shape[-1] == 1:
+            d_step = d_step.sum(-1, keepdim=True)
+        return [dq, dk, dv, log_decay + d_decay, d_step, -0.5 * self.white**3 * d_white, d_rotation]
+
+    def _turned_noise_gradient(self, d_diagonal: Tensor, d_pair: Tensor) -> tuple[Tensor, Tensor]:
+        """Of the angle and of the noise that one step adds, given those of its turned form."""
+        noise, d = self.step_noise, d_diagonal.unflatten(-1, (-1, 2))
+        assert noise.pair is not None
+        assert self.angle is not None
+        spread = noise.diagonal.unflatten(-1, (-1, 2))
+        d_angle = 2 * noise.pair * (d[..., 0] - d[..., 1]) + d_pair * (spread[..., 1] - spread[..., 0])
+        d_half = (d[..., 1] - d[..., 0]) * (2 * self.angle).cos() + d_pair * (2 * self.angle).sin()
+        d_mean = d.sum(-1)
+        return d_angle, torch.stack([d_mean - d_half, d_mean + d_half], -1).flatten(-2) / 2
+
+
+def _turn(d: Tensor, x: Tensor) -> Tensor:
+    """How ``x e^{-i angle}`` moves with the angle: ``[..., K / 2]``."""
+    moved = swapped(x) * d
+    return moved[..., ::2] - moved[..., 1::2]
+
+
+def _quarter(x: Tensor) -> Tensor:
+    """A quarter turn of the pairs of rows: how a turned matrix moves with the angle."""
+    real, imaginary = x.unflatten(-2, (-1, 2)).unbind(-2)
+    return torch.stack([-imaginary, real], -2).flatten(-3, -2)
