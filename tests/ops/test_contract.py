@@ -182,6 +182,8 @@ def test_error_messages_name_the_argument(op):
             "beta must be": {"beta": inputs["beta"][..., :1]},
             "excess_precision must be >= 0": {"initial_state": PalimpsaState(good[0], -good[1])},
         }
+    if op == "delta":
+        wrong |= {"beta must be >= 0": {"beta": -inputs["beta"]}, "beta must be": {"beta": inputs["beta"][:1]}}
     if op == "bayesian":
         covariance, turn = good.covariance, torch.zeros(*inputs["g"].shape, 8)
         wrong |= {
@@ -239,11 +241,12 @@ def test_registered_as_a_proper_custom_op(op, backend):
         names = {
             "palimpsa": ("q", "k", "w", "beta", "g", "prior"),
             "additive": ("q", "k", "v", "g"),
+            "delta": ("q", "k", "v", "beta", "g"),
             "bayesian": ("q", "k", "v", "g", "process_noise", "observation_noise"),
         }[op]
         rotation = [None] if op == "bayesian" else []
         arguments = [*(inputs[n] for n in names), *rotation, *states, inputs.get("cu_seqlens"), 0.5]
-        arguments += {"palimpsa": [True], "additive": [], "bayesian": [True, True]}[op]
+        arguments += {"palimpsa": [True], "additive": [], "delta": [], "bayesian": [True, True]}[op]
         run = importlib.import_module("metaplastic.ops.bayesian.chunked")._filter if op == "bayesian" else None
         torch.library.opcheck(run or dispatch.load(op, backend), tuple(arguments))
 

@@ -62,7 +62,7 @@ def test_decays(op, backend, decay):
     check(op, backend, Case(length=150, decay=decay), torch.float64)
 
 
-@pytest.mark.parametrize("op", ["additive", "bayesian"])
+@pytest.mark.parametrize("op", ["additive", "delta", "bayesian"])
 @pytest.mark.parametrize(
     "case", [Case(decay="per key", length=40), Case(decay="per key", batch=1, length=90, offsets=PACKED)], ids=str
 )
@@ -87,7 +87,7 @@ def test_every_form_of_the_filter(decay, noise_groups, noise_per_key, rotation, 
     check("bayesian", "chunked", case, torch.float32)
 
 
-@pytest.mark.parametrize("op", ["palimpsa", "additive", "bayesian"])
+@pytest.mark.parametrize("op", list(accuracy.OPERATORS))
 @pytest.mark.parametrize("size", [1, 2, 7, 16, 64, 1000])
 def test_every_chunk_size(op, size, monkeypatch):
     """The chunk is a matter of speed alone."""

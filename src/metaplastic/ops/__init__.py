@@ -7,7 +7,8 @@
 from .additive import additive
 from .bayesian import bayesian
 from .contract import MemoryRead, debug_checks
+from .delta import delta
 from .dispatch import backends
 from .palimpsa import palimpsa
 
-__all__ = ["MemoryRead", "additive", "backends", "bayesian", "debug_checks", "palimpsa"]
+__all__ = ["MemoryRead", "additive", "backends", "bayesian", "debug_checks", "delta", "palimpsa"]

@@ -12,13 +12,15 @@ from torch import Tensor
 
 from ..rules.additive import AdditiveState
 from ..rules.bayesian import GaussianState
+from ..rules.delta import DeltaState
 from ..rules.palimpsa import PalimpsaState
-from . import additive, bayesian, palimpsa
+from . import additive, bayesian, delta, palimpsa
 from .dispatch import BACKENDS
 
 OPERATORS = {
     "palimpsa": (palimpsa, PalimpsaState),
     "additive": (additive, AdditiveState),
+    "delta": (delta, DeltaState),
     "bayesian": (bayesian, GaussianState),
 }
 
@@ -99,6 +101,10 @@ def example(op: str, case: Case, dtype: torch.dtype, device: str = "cpu", seed: 
         inputs["g"] = g
         inputs["prior"] = 0.5 + torch.rand(case.heads, generator=source, dtype=torch.float64)
         states[1] = states[1].abs()
+    elif op == "delta":
+        beta = 2 * torch.rand(*shape, generator=source, dtype=torch.float64) ** 2
+        inputs |= {"v": normal(*shape, case.value_size), "beta": beta, "g": g}
+        states = [states[0].mT]
     elif op == "bayesian":
         of_groups = (case.noise_groups,) if case.noise_groups else ()
         of_keys = (case.key_size,) if case.noise_per_key else ()
@@ -116,7 +122,8 @@ def example(op: str, case: Case, dtype: torch.dtype, device: str = "cpu", seed: 
         inputs |= {"v": normal(*shape, case.value_size), "g": g}
         states = states[:1]
     state_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-    gates = set(inputs) - {"q", "k", "v", "w", "beta"}  # decays, variances and angles: always at least float32
+    # Decays, variances and angles are always at least float32.
+    gates = set(inputs) - {"q", "k", "v", "w", "beta"}
     made = {n: x.to(device, state_dtype if n in gates else dtype).requires_grad_() for n, x in inputs.items()}
     if case.initial:
         made["initial_state"] = OPERATORS[op][1](*(s.to(device, state_dtype).requires_grad_() for s in states))

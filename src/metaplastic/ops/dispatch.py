@@ -39,6 +39,10 @@ BACKENDS: dict[str, dict[str, Backend]] = {
         "chunked": Backend("metaplastic.ops.additive.chunked:apply", (), None, False),
         "reference": Backend("metaplastic.ops.additive.reference:apply", (), None, True),
     },
+    "delta": {
+        "chunked": Backend("metaplastic.ops.delta.chunked:apply", (), None, False),
+        "reference": Backend("metaplastic.ops.delta.reference:apply", (), None, True),
+    },
     "bayesian": {
         "chunked": Backend("metaplastic.ops.bayesian.chunked:apply", (), None, False),
         "reference": Backend("metaplastic.ops.bayesian.reference:apply", (), None, True),

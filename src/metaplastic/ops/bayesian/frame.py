@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ...rules.bayesian import rotate
-from .chunk import Chunk, Decay, Gradients, Noise, swapped, symmetric
+from ..decay import Decay
+from .chunk import Chunk, Gradients, Noise, swapped, symmetric
 
 
 class Inputs(NamedTuple):
