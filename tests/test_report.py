@@ -2,7 +2,7 @@ import re
 
 from matplotlib.figure import Figure
 
-from metaplastic.evaluation import Report
+from metaplastic.report import Report
 
 
 def test_one_page_with_everything_in_it(tmp_path):
