@@ -1,6 +1,6 @@
 """Measuring: recall, speed, this machine's backends, and reports that a person looks at."""
 
+from ..report import Report
 from .recall import recall
-from .report import Report
 
 __all__ = ["Report", "recall"]

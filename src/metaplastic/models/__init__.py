@@ -6,11 +6,22 @@ Importing this package registers ``MetaplasticConfig`` and ``MetaplasticForCausa
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
+from .cache import fork_cache, load_cache, save_cache
 from .configuration import MetaplasticConfig
 from .modeling import MetaplasticForCausalLM, MetaplasticModel
+from .size import ModelSize, size
 
 AutoConfig.register(MetaplasticConfig.model_type, MetaplasticConfig)
 AutoModel.register(MetaplasticConfig, MetaplasticModel)
 AutoModelForCausalLM.register(MetaplasticConfig, MetaplasticForCausalLM)
 
-__all__ = ["MetaplasticConfig", "MetaplasticForCausalLM", "MetaplasticModel"]
+__all__ = [
+    "MetaplasticConfig",
+    "MetaplasticForCausalLM",
+    "MetaplasticModel",
+    "ModelSize",
+    "fork_cache",
+    "load_cache",
+    "save_cache",
+    "size",
+]

@@ -1,11 +1,13 @@
 """The configuration of a metaplastic language model: sizes, and one mixer name per layer."""
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 from transformers import GenerationConfig, PreTrainedConfig
 
 from ..layers import MIXERS
+from ..ops.dispatch import BACKENDS
 
 # What PreTrainedConfig itself takes beside its fields; any other unknown key is an error.
 _HUGGING_FACE_KEYS = {
@@ -32,7 +34,8 @@ class MetaplasticConfig(PreTrainedConfig):
         num_hidden_layers: number of blocks (norm, mixer, residual, and norm, MLP, residual if there is an MLP).
         mixers: one mixer name per layer, or a single name for all (``metaplastic.layers.MIXERS`` lists them).
         mixer_options: mixer name -> keyword arguments of its class, e.g. ``{"palimpsa_d": {"num_heads": 16}}``.
-            num_heads defaults to 4, key_size and value_size to hidden_size // num_heads.
+            num_heads defaults to 4, key_size to hidden_size // num_heads, value_size to the same (twice that for
+            mamba2 and palimpsa_m).
         intermediate_size: width of the SwiGLU MLP; None leaves the MLP out.
         norm_eps: of every RMS norm.
         initializer_range: standard deviation of linear and embedding weights (0.02; MQAR: hidden_size^-1/2).
@@ -63,12 +66,8 @@ class MetaplasticConfig(PreTrainedConfig):
         generation = set(GenerationConfig._get_default_generation_params())
         if unknown := sorted(set(kwargs) - _HUGGING_FACE_KEYS - generation):
             raise ValueError(f"unknown configuration key {', '.join(map(repr, unknown))}; known: {', '.join(_FIELDS)}")
+        self._check_types()
         super().__post_init__(**kwargs)
-        for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
-        if self.intermediate_size is not None and self.intermediate_size < 1:
-            raise ValueError(f"intermediate_size must be >= 1, or None for no MLP, got {self.intermediate_size}")
         if isinstance(self.mixers, str):
             self.mixers = [self.mixers] * self.num_hidden_layers
         self.mixers = list(self.mixers)
@@ -77,7 +76,7 @@ class MetaplasticConfig(PreTrainedConfig):
                 f"mixers must name one mixer per layer: num_hidden_layers is {self.num_hidden_layers}, "
                 f"got {len(self.mixers)} names"
             )
-        self.mixer_options = dict(self.mixer_options or {})
+        self.mixer_options = {name: dict(options) for name, options in (self.mixer_options or {}).items()}
         for name in (*self.mixers, *self.mixer_options):
             if name not in MIXERS:
                 raise ValueError(f"unknown mixer {name!r}; known: {', '.join(MIXERS)}")
@@ -87,6 +86,34 @@ class MetaplasticConfig(PreTrainedConfig):
                 raise ValueError(
                     f"unknown option {', '.join(map(repr, unknown))} of mixer {name!r}; known: {', '.join(known)}"
                 )
+            backends = ("auto", *BACKENDS[operator_name(name)])
+            if (backend := options.get("backend", "auto")) not in backends:
+                raise ValueError(
+                    f"backend of mixer {name!r} must be one of {', '.join(map(repr, backends))}, got {backend!r}"
+                )
+
+    def _check_types(self) -> None:
+        """Values from a shell or a JSON file come as anything: every field is checked before it is used."""
+        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size"):
+            value = getattr(self, name)
+            if name == "intermediate_size" and value is None:
+                continue
+            if not _is_integer(value) or value < 1:
+                none = ", or None for no MLP" if name == "intermediate_size" else ""
+                raise ValueError(f"{name} must be an integer >= 1{none}, got {value!r}")
+        for name, words, fits in (
+            ("norm_eps", "a number > 0", lambda x: _is_number(x) and 0 < x < float("inf")),
+            ("initializer_range", "a number >= 0", lambda x: _is_number(x) and 0 <= x < float("inf")),
+            ("tie_word_embeddings", "True or False", lambda x: isinstance(x, bool)),
+            ("use_cache", "True or False", lambda x: isinstance(x, bool)),
+            ("bos_token_id", "an integer or None", lambda x: x is None or _is_integer(x)),
+            ("pad_token_id", "an integer or None", lambda x: x is None or _is_integer(x)),
+            ("eos_token_id", "an integer, a list of integers or None", _are_tokens),
+            ("mixers", "a mixer name, or a list of one name per layer", _are_names),
+            ("mixer_options", "a dictionary: mixer name -> dictionary of its options, or None", _are_options),
+        ):
+            if not fits(value := getattr(self, name)):
+                raise ValueError(f"{name} must be {words}, got {value!r}")
 
     def mixer_arguments(self, layer_idx: int) -> dict[str, Any]:
         """The keyword arguments of layer ``layer_idx``'s mixer, defaults filled in."""
@@ -94,8 +121,9 @@ class MetaplasticConfig(PreTrainedConfig):
         heads = options.setdefault("num_heads", 4)
         if not isinstance(heads, int) or heads < 1:
             raise ValueError(f"num_heads of mixer {self.mixers[layer_idx]!r} must be an integer >= 1, got {heads!r}")
-        for size in ("key_size", "value_size"):
-            options.setdefault(size, max(1, self.hidden_size // heads))
+        expansion = MIXERS[self.mixers[layer_idx]].value_expansion
+        options.setdefault("key_size", max(1, self.hidden_size // heads))
+        options.setdefault("value_size", max(1, expansion * self.hidden_size // heads))
         options.setdefault("norm_eps", self.norm_eps)
         return {"hidden_size": self.hidden_size} | options
 
@@ -108,6 +136,31 @@ class MetaplasticConfig(PreTrainedConfig):
     def number_of_conv_states(self) -> int:
         """How many recurrent states a cache layer must hold (Hugging Face's name for it)."""
         return max(len(MIXERS[name].memory_type._fields) for name in self.mixers)
+
+
+def _is_integer(x: Any) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool)
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, (int, float)) and not isinstance(x, bool)
+
+
+def _are_tokens(x: Any) -> bool:
+    return x is None or _is_integer(x) or (isinstance(x, (list, tuple)) and all(map(_is_integer, x)))
+
+
+def _are_names(x: Any) -> bool:
+    return isinstance(x, str) or (isinstance(x, (list, tuple)) and all(isinstance(name, str) for name in x))
+
+
+def _are_options(x: Any) -> bool:
+    return x is None or (isinstance(x, Mapping) and all(isinstance(options, Mapping) for options in x.values()))
+
+
+def operator_name(mixer: str) -> str:
+    """The operator in ``metaplastic.ops`` that a mixer runs: it is named for the rule, as the rule's file is."""
+    return MIXERS[mixer].memory_type.__module__.rsplit(".", 1)[-1]
 
 
 def mixer_option_names(name: str) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
+from transformers import Cache, PreTrainedModel
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import ModelOutput
@@ -18,7 +18,9 @@ from transformers.utils import can_return_tuple
 from ..layers import MIXERS
 from ..ops.contract import check_mask, check_packing, inside_sequences
 from . import cache as states
+from . import packing
 from .configuration import MetaplasticConfig
+from .generation import RecurrentGenerationMixin, one_cache
 
 
 @dataclass
@@ -56,9 +58,9 @@ class SwiGLU(nn.Module):
 class MetaplasticBlock(GradientCheckpointingLayer):
     def __init__(self, config: MetaplasticConfig, layer_idx: int):
         super().__init__()
-        self.layer_idx = layer_idx
+        self.layer_idx, self.mixer_name = layer_idx, config.mixers[layer_idx]
         self.mixer_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
-        self.mixer = MIXERS[config.mixers[layer_idx]](**config.mixer_arguments(layer_idx))
+        self.mixer = MIXERS[self.mixer_name](**config.mixer_arguments(layer_idx))
         self.mlp = None
         if config.intermediate_size is not None:
             self.mlp_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
@@ -70,12 +72,13 @@ class MetaplasticBlock(GradientCheckpointingLayer):
         state = None if cache is None else states.read(cache, self.layer_idx, self.mixer.memory_type)
         y, state = self.mixer(self.mixer_norm(x), state, mask=mask, cu_seqlens=cu_seqlens)
         if cache is not None:
-            states.write(cache, self.layer_idx, state)
+            states.write(cache, self.layer_idx, state, self.mixer_name)
         x = x + y
         return x if self.mlp is None else x + self.mlp(self.mlp_norm(x))
 
 
 class MetaplasticPreTrainedModel(PreTrainedModel):
+    config: MetaplasticConfig
     config_class = MetaplasticConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
@@ -92,6 +95,8 @@ class MetaplasticPreTrainedModel(PreTrainedModel):
                 init.uniform_(module.weight, -bound, bound)
             else:
                 init.normal_(module.weight, std=self.config.initializer_range)
+            if isinstance(bias := getattr(module, "bias", None), Tensor):
+                init.zeros_(bias)
         elif callable(reset := getattr(module, "reset_parameters", None)):
             own = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
             loaded = {n: p.clone() for n, p in own.items() if getattr(p, "_is_hf_initialized", False)}
@@ -117,6 +122,8 @@ class MetaplasticPreTrainedModel(PreTrainedModel):
 
 
 class MetaplasticModel(MetaplasticPreTrainedModel):
+    """Embedding, blocks and final norm, without the output layer."""
+
     def __init__(self, config: MetaplasticConfig):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -154,11 +161,27 @@ class MetaplasticModel(MetaplasticPreTrainedModel):
         use_cache: bool | None = None,
         cu_seqlens: Tensor | None = None,
         output_hidden_states: bool | None = None,
+        past_key_values: Cache | None = None,
+        **packed: Any,
     ) -> MetaplasticOutput:
+        """Activations after the last norm.
+
+        Args:
+            input_ids: tokens ``[B, T]``, or ``inputs_embeds [B, T, D]``.
+            attention_mask: ``[B, T]``, non-zero at real tokens, padding anywhere; with a cache it may cover the past.
+            cache: states of an earlier call; updated and returned. None: a new one if ``use_cache``.
+            use_cache: None: as configured, but not in training nor for packed sequences.
+            cu_seqlens: ``[N + 1]`` offsets of sequences packed along T (then B = 1 and no cache).
+            output_hidden_states: also return the embeddings and the output of each block (the last one after the norm).
+            past_key_values: the older name of ``cache``.
+            packed: other ways to say ``cu_seqlens``, see :mod:`metaplastic.models.packing`.
+        """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        checkpointing = self.gradient_checkpointing and self.training
+        cache = one_cache(cache, past_key_values)
+        cu_seqlens = packing.offsets(cu_seqlens, packed, x, attention_mask)
+        checkpointing = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training and cu_seqlens is None
         if (use_cache or cache is not None) and cu_seqlens is not None:
@@ -169,13 +192,14 @@ class MetaplasticModel(MetaplasticPreTrainedModel):
             raise ValueError("gradient checkpointing recomputes blocks and cannot write a cache: pass use_cache=False")
         mask = self._mask(attention_mask, x, cache)
         if use_cache and cache is None:
-            cache = DynamicCache(config=self.config)
+            cache = states.new_cache(self.config)
         if mask is not None:
             x = x.masked_fill(~mask[..., None], 0)
         if cu_seqlens is not None:
             check_packing(type(self).__name__, cu_seqlens, x.shape[0])
             x = x.masked_fill(~inside_sequences(cu_seqlens, x.shape[1], x.device)[None, :, None], 0)
         if cache is not None:
+            states.enter(cache, self.config, x.shape[0])
             states.count_tokens(cache, x.shape[1], x.device)
         hidden_states = [x] if output_hidden_states else None
         for layer in self.layers:
@@ -190,7 +214,9 @@ class MetaplasticModel(MetaplasticPreTrainedModel):
         )
 
 
-class MetaplasticForCausalLM(MetaplasticPreTrainedModel, GenerationMixin):
+class MetaplasticForCausalLM(MetaplasticPreTrainedModel, RecurrentGenerationMixin):
+    """The language model: :class:`MetaplasticModel` and the output layer."""
+
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     accepts_loss_kwargs = True
 
@@ -214,24 +240,30 @@ class MetaplasticForCausalLM(MetaplasticPreTrainedModel, GenerationMixin):
         cu_seqlens: Tensor | None = None,
         logits_to_keep: int | Tensor = 0,
         output_hidden_states: bool | None = None,
+        past_key_values: Cache | None = None,
+        **packed: Any,
     ) -> MetaplasticCausalLMOutput:
         """Next-token logits, and the loss if labels are given.
 
         Args:
             input_ids: tokens ``[B, T]``, or ``inputs_embeds [B, T, D]``.
             attention_mask: ``[B, T]``, non-zero at real tokens, padding anywhere; with a cache it may cover the past.
-            cache: states of an earlier call; updated in place and returned.
+            cache: states of an earlier call; updated and returned.
             labels: ``[B, T]``, -100 where nothing is to be predicted; token t predicts ``labels[t + 1]``, and nothing
                 across the border of two packed sequences.
             shift_labels: labels already shifted: token t predicts ``shift_labels[t]``.
             num_items_in_batch: divide the summed loss by this instead of this batch's number of labels.
             cu_seqlens: ``[N + 1]`` offsets of sequences packed along T (then B = 1 and no cache).
             logits_to_keep: only the last so many positions (0: all), or an index tensor.
+            use_cache, output_hidden_states, past_key_values, packed: as in :class:`MetaplasticModel`.
         """
+        tokens = inputs_embeds if input_ids is None else input_ids
+        if tokens is not None:
+            cu_seqlens = packing.offsets(cu_seqlens, packed, tokens, attention_mask)
         outputs = self.model(
             input_ids,
             attention_mask,
-            cache,
+            one_cache(cache, past_key_values),
             inputs_embeds,
             use_cache,
             cu_seqlens,
@@ -259,52 +291,3 @@ class MetaplasticForCausalLM(MetaplasticPreTrainedModel, GenerationMixin):
         return MetaplasticCausalLMOutput(
             loss=loss, logits=logits, cache=outputs.cache, hidden_states=outputs.hidden_states
         )
-
-    def prepare_inputs_for_generation(
-        self, input_ids, cache=None, attention_mask=None, inputs_embeds=None, is_first_iteration=False, **kwargs
-    ):
-        """As in Hugging Face, but a single step gets no mask: a new token is never padding."""
-        if not is_first_iteration and cache is not None:
-            attention_mask = None
-        return super().prepare_inputs_for_generation(  # pyright: ignore[reportAttributeAccessIssue]
-            input_ids,
-            cache=cache,
-            attention_mask=attention_mask,
-            inputs_embeds=inputs_embeds,
-            is_first_iteration=is_first_iteration,
-            **kwargs,
-        )
-
-    def _prefill(self, input_ids, generation_config, model_kwargs, is_first_iteration=True):
-        """Feeds a saved cache only what it has not seen; Hugging Face feeds all-recurrent caches the whole text again.
-
-        Its convention: the prompt is the whole text so far, or, with an attention_mask that is longer than the prompt,
-        only the new tokens; ``inputs_embeds`` are always the whole text.
-        """
-        if generation_config.prefill_chunk_size is not None:
-            raise ValueError(
-                f"prefill_chunk_size must be None, got {generation_config.prefill_chunk_size}: "
-                "feed a long prompt in pieces through the cache instead"
-            )
-        cache = model_kwargs.get("cache")
-        if is_first_iteration and cache is not None and (seen := states.tokens_seen(cache)) > 0:
-            embeds, mask = model_kwargs.get("inputs_embeds"), model_kwargs.get("attention_mask")
-            length = (input_ids if embeds is None else embeds).shape[1]
-            # generate() drops a mask of ones and keeps its length in the generation configuration.
-            covered = mask.shape[1] if mask is not None else getattr(generation_config, "_mask_length", length)
-            if covered == length or embeds is not None:
-                if seen >= length:
-                    raise ValueError(
-                        f"cache has seen {seen} tokens but the prompt has only {length}: give the whole text so far "
-                        "plus at least one new token, or only new tokens with an attention_mask over the whole text"
-                    )
-                if embeds is None:
-                    input_ids = input_ids[:, seen:]
-                else:
-                    model_kwargs = model_kwargs | {"inputs_embeds": embeds[:, seen:]}
-        prefill = super()._prefill  # pyright: ignore[reportAttributeAccessIssue]
-        return prefill(input_ids, generation_config, model_kwargs, is_first_iteration)
-
-
-if "_prefill" not in vars(GenerationMixin):  # without it generate() would feed saved caches twice, silently
-    raise ImportError("metaplastic.models needs transformers >= 5.24, < 6 (GenerationMixin._prefill is missing)")

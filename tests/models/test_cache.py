@@ -1,0 +1,167 @@
+"""The cache: any split through it, forks, gradients, and everything it must refuse."""
+
+import copy
+
+import pytest
+import torch
+from transformers import DynamicCache, StaticCache
+
+from metaplastic.layers import MIXERS
+from metaplastic.models import MetaplasticForCausalLM, fork_cache
+
+from .conftest import config, make, states, tokens
+
+
+def test_any_split_through_the_cache(kind):
+    model, ids = make(kind), tokens()
+    whole = model(ids, use_cache=False).logits
+    for cuts in ([12], [1] * 12, [2, 1, 9], [5, 0, 7]):
+        cache, logits = None, []
+        for piece in ids.split(cuts, 1):
+            out = model(piece, cache=cache, use_cache=True)
+            cache = out.cache
+            logits.append(out.logits)
+        assert isinstance(cache, DynamicCache)
+        assert int(cache.tokens_seen) == 12
+        torch.testing.assert_close(torch.cat(logits, 1), whole, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("of", [lambda c: DynamicCache(config=c), lambda _: DynamicCache()])
+def test_a_cache_made_by_the_caller(kind, of):
+    model, ids = make(kind), tokens()
+    cache = of(model.config)
+    assert model(ids[:, :5], cache=cache).cache is cache
+    out = model(ids[:, 5:], cache=cache).logits
+    torch.testing.assert_close(out, model(ids, use_cache=False).logits[:, 5:], rtol=0, atol=2e-5)
+
+
+def test_gradients_through_the_cache(kind):
+    """Back-propagation through time across calls; a detached fork cuts it."""
+    model, ids = make(kind).train(), tokens()
+    weight = model.model.layers[0].mixer.conv.weight
+    whole = torch.autograd.grad(model(ids, use_cache=False).logits[:, 5:].square().sum(), weight)[0]
+    cache = model(ids[:, :5], use_cache=True).cache
+    cut = fork_cache(cache, detach=True)
+    split = torch.autograd.grad(model(ids[:, 5:], cache=cache).logits.square().sum(), weight)[0]
+    torch.testing.assert_close(split, whole, rtol=1e-4, atol=1e-4)
+    truncated = torch.autograd.grad(model(ids[:, 5:], cache=cut).logits.square().sum(), weight)[0]
+    assert not torch.allclose(truncated, whole, rtol=1e-2)
+
+
+@torch.no_grad()
+def test_forks_are_independent(kind):
+    model, ids = make(kind), tokens()
+    saved = model(ids[:, :6], use_cache=True).cache
+    before, first = [x.clone() for x in states(saved)], model(ids[:, 6:8], cache=fork_cache(saved)).logits
+    for fork in (fork_cache(saved), copy.deepcopy(saved), fork_cache(fork_cache(saved))):
+        model(ids[:, :4], cache=fork_cache(fork))
+        assert torch.equal(model(ids[:, 6:8], cache=fork).logits, first)
+        for x in states(fork):
+            x.fill_(9.0)
+        fork.reset()
+    assert all(torch.equal(a, b) for a, b in zip(before, states(saved), strict=True))
+    assert int(saved.tokens_seen) == 6
+    twice = fork_cache(saved, repeats=2)
+    again = model(ids[:, 6:8].repeat_interleave(2, 0), cache=twice).logits[::2]
+    torch.testing.assert_close(again, first, rtol=0, atol=2e-5)
+    saved.reset()
+    assert not states(fork_cache(saved))
+
+
+@torch.no_grad()
+def test_selecting_and_reordering_permutes_every_state(kind):
+    model, ids = make(kind), tokens()
+    saved = model(ids, use_cache=True).cache
+    order = torch.tensor([2, 0, 0])
+    expected = [x[order] for x in states(saved)]
+    for move in ("reorder_cache", "batch_select_indices"):
+        moved = fork_cache(saved)
+        getattr(moved, move)(order)
+        assert all(torch.equal(a, b) for a, b in zip(states(moved), expected, strict=True))
+    moved = fork_cache(saved)
+    moved.batch_repeat_interleave(2)
+    assert moved.batch_size == 6
+    assert all(torch.equal(a[1::2], b) for a, b in zip(states(moved), states(saved), strict=True))
+
+
+def test_a_reset_cache_is_new(kind):
+    model, ids = make(kind), tokens()
+    cache = model(ids, use_cache=True).cache
+    cache.reset()
+    out = model(ids[:2], cache=cache)
+    torch.testing.assert_close(out.logits, model(ids[:2], use_cache=False).logits, rtol=0, atol=2e-5)
+    assert int(cache.tokens_seen) == 12
+
+
+def test_the_state_does_not_grow(kind):
+    model, ids = make(kind), tokens()
+    cache = model(ids[:, :1], use_cache=True).cache
+    first = [x.shape for x in states(cache)]
+    assert [x.shape for x in states(model(ids, cache=cache).cache)] == first
+    assert len(first) == sum(1 + len(MIXERS[name].memory_type._fields) for name in model.config.mixers)
+
+
+def test_memories_stay_float32_in_a_bf16_model(kind):
+    model, ids = make(kind).bfloat16(), tokens()
+    cache = model(ids[:, :1], cache=model(ids, use_cache=True).cache).cache
+    for layer in cache.layers:
+        assert {x.dtype for x in layer.recurrent_states.values()} == {torch.float32}
+        assert layer.conv_states[0].dtype == torch.bfloat16
+    assert model.generate(ids, max_new_tokens=3).shape == (3, 15)
+
+
+def test_there_is_no_way_back():
+    model, ids = make(), tokens()
+    cache = model(ids, use_cache=True).cache
+    cache.crop(0)
+    with pytest.raises(NotImplementedError, match=r"cannot be rolled back: fork_cache\(cache\).*take back 3 tokens"):
+        cache.crop(-3)
+    with pytest.raises(NotImplementedError, match="cannot be rolled back"):
+        cache.activate_past_recording()
+    assert not cache.is_croppable
+
+
+def test_a_cache_that_does_not_fit():
+    model, ids = make(), tokens()
+    cache = model(ids, use_cache=True).cache
+    with pytest.raises(ValueError, match="holds the states of 3 sequences, but the input has 2 rows"):
+        model(ids[:2], cache=cache)
+    for kind in ("palimpsa_d_additive", "mixed"):  # with equal shapes, additive states would be read as something else
+        with pytest.raises(ValueError, match=r"states of another model: of mixers .'palimpsa_d', .*, expected"):
+            make(kind)(ids, cache=cache)
+    deeper = make(num_hidden_layers=3, mixers="palimpsa_d")
+    with pytest.raises(ValueError, match="states of another model"):
+        deeper(ids, cache=cache)
+    with pytest.raises(TypeError, match="cache must be a transformers.DynamicCache or None, got StaticCache"):
+        model(ids, cache=StaticCache(config=model.config, max_cache_len=9))
+    attention = DynamicCache()
+    attention.update(torch.ones(3, 1, 2, 4), torch.ones(3, 1, 2, 4), 0)
+    with pytest.raises(ValueError, match="must come from a metaplastic model or be empty"):
+        model(ids, cache=attention)
+    with pytest.raises(TypeError, match="cache must be the cache that a metaplastic model returned, got DynamicCache"):
+        fork_cache(attention)
+    with pytest.raises(ValueError, match="repeats must be an integer >= 1, got 0"):
+        fork_cache(cache, repeats=0)
+
+
+def test_the_old_name_of_the_argument(kind):
+    model, ids = make(kind), tokens()
+    out = model(ids[:, :5], use_cache=True)
+    expected = model(ids[:, 5:], cache=fork_cache(out.cache)).logits
+    assert torch.equal(model(ids[:, 5:], past_key_values=fork_cache(out.cache)).logits, expected)
+    base = model.model(ids[:, 5:], past_key_values=fork_cache(out.cache)).last_hidden_state
+    assert torch.equal(model.lm_head(base), expected)
+    inputs = model.prepare_inputs_for_generation(ids[:, 5:], past_key_values=fork_cache(out.cache))
+    assert torch.equal(model(**inputs).logits, expected)
+    assert out.past_key_values is out.cache
+    for function in (model, model.model):
+        with pytest.raises(ValueError, match="give cache or past_key_values"):
+            function(ids, cache=out.cache, past_key_values=out.cache)
+
+
+def test_a_convolution_of_one_has_an_empty_state():
+    options = {"palimpsa_d": {"num_heads": 2, "conv_size": 1}}
+    model, ids = MetaplasticForCausalLM(config(mixer_options=options)).eval(), tokens()
+    cache = model(ids[:, :5], use_cache=True).cache
+    out = model(ids[:, 5:], cache=fork_cache(cache)).logits
+    torch.testing.assert_close(out, model(ids, use_cache=False).logits[:, 5:], rtol=0, atol=2e-5)
