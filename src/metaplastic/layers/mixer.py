@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .. import ops
 from ..ops import dispatch
 from ..ops.contract import check_mask, check_packing, compute_dtype, inside_sequences
-from ..rules import AdditiveState, PalimpsaState
+from ..rules import AdditiveState, DeltaState, GaussianState, PalimpsaState
 from .convolution import ShortConvolution
 
 
@@ -34,11 +34,37 @@ class PalimpsaGates(NamedTuple):
     prior: Tensor
 
 
+class DeltaGates(NamedTuple):
+    """Inputs of ``ops.delta``: q, k [B,T,H,K], v [B,T,H,V], beta [B,T,H], g [B,T,H] or [B,T,H,K]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    beta: Tensor
+    g: Tensor
+
+
+class BayesianGates(NamedTuple):
+    """Inputs of ``ops.bayesian``: q, k [B,T,H,K], v [B,T,H,V], the others as that operator says."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    process_noise: Tensor
+    observation_noise: Tensor
+    prior_variance: Tensor
+    rotation: Tensor | None
+
+
+Gates = AdditiveGates | PalimpsaGates | DeltaGates | BayesianGates
+
+
 class MixerState(NamedTuple):
     """What one layer carries from token to token."""
 
     convolution: Tensor  # [B, W - 1, channels], the last inputs of the short convolution
-    memory: AdditiveState | PalimpsaState
+    memory: AdditiveState | PalimpsaState | DeltaState | GaussianState
 
 
 class Projected(NamedTuple):
@@ -62,6 +88,7 @@ class Mixer(nn.Module):
     memory_type: type = AdditiveState
     no_weight_decay: tuple[str, ...] = ("A_log", "dt_bias", "D")  # parameters that weight decay would bias
     value_expansion: int = 1  # default value_size of a language model: this many times hidden_size / num_heads
+    has_residual: bool = True  # whether D times the values is added to the read-out
 
     conv: ShortConvolution
     scale: float  # multiplies q
@@ -79,7 +106,8 @@ class Mixer(nn.Module):
         self.decay_range, self.dt_range, self.backend = tuple(decay_range), tuple(dt_range), backend
         self.A_log = nn.Parameter(torch.empty(num_heads))
         self.dt_bias = nn.Parameter(torch.empty(num_heads))
-        self.D = nn.Parameter(torch.empty(num_heads))
+        if self.has_residual:
+            self.D = nn.Parameter(torch.empty(num_heads))
 
     def _init_rule(self) -> None:
         """Makes the parameters that only this rule has; mixers call it last, so that shared ones are drawn alike."""
@@ -92,7 +120,8 @@ class Mixer(nn.Module):
         low, high = self.dt_range
         nn.init.uniform_(self.dt_bias, math.log(low), math.log(high)).exp_()
         self.dt_bias.copy_(self.dt_bias + torch.log(-torch.expm1(-self.dt_bias)))  # inverse softplus
-        nn.init.ones_(self.D)
+        if self.has_residual:
+            nn.init.ones_(self.D)
 
     def init_state(self, batch: int) -> MixerState:
         """The state before the first token, for ``batch`` sequences."""
@@ -108,7 +137,7 @@ class Mixer(nn.Module):
         *,
         mask: Tensor | None = None,
         cu_seqlens: Int[Tensor, "..."] | None = None,
-    ) -> AdditiveGates | PalimpsaGates:
+    ) -> Gates:
         """The inputs of this layer's rule for activations ``x``: replay the rule with them to look at the memory."""
         x, keep = self._enter(x, state, mask, cu_seqlens)
         return self._project(x, state, keep, cu_seqlens).gates
@@ -137,14 +166,17 @@ class Mixer(nn.Module):
         """
         x, keep = self._enter(x, state, mask, cu_seqlens)
         gates, values, output_gate, convolution = self._project(x, state, keep, cu_seqlens)
+        inputs, named = self._arguments(gates)
         read = getattr(ops, self.operator)(
-            *gates,
+            *inputs,
+            **named,
             initial_state=None if state is None else state.memory,
             cu_seqlens=cu_seqlens,
             scale=self.scale,
             backend=self.backend,
         )
-        y = self._output(read.output + self.D.to(values.dtype)[:, None] * values, output_gate)
+        o = read.output + self.D.to(values.dtype)[:, None] * values if self.has_residual else read.output
+        y = self._output(o, output_gate)
         return y if keep is None else y.masked_fill(~keep[..., None], 0), MixerState(convolution, read.state)
 
     def _project(self, x: Tensor, state: MixerState | None, keep: Tensor | None, cu_seqlens) -> Projected:
@@ -157,6 +189,10 @@ class Mixer(nn.Module):
     def _rule_inputs(self, x: Tensor, q: Tensor, k: Tensor, w: Tensor, strength: Tensor, g: Tensor):
         """The rule's inputs; ``strength [B, T, H, 1]`` scales every kind of evidence (the write w has it already)."""
         return AdditiveGates(q, k, w, g)
+
+    def _arguments(self, gates: Any) -> tuple[tuple, dict[str, Any]]:
+        """The operator's arguments by position and by name."""
+        return tuple(gates), {}
 
     def _log_decay(self, dt: Tensor) -> Tensor:
         return -self.A_log.to(dt.dtype).exp() * dt
