@@ -34,7 +34,7 @@ def test_the_command_line_answers_before_pytorch_is_loaded():
 def test_public_names():
     assert len(metaplastic.__all__) <= 15
     assert all(hasattr(metaplastic, name) for name in metaplastic.__all__)
-    assert set(metaplastic.backends()) == {"palimpsa", "additive"}
+    assert set(metaplastic.backends()) == {"palimpsa", "additive", "delta", "bayesian"}
 
 
 def test_the_docstring_runs():
@@ -67,7 +67,7 @@ def test_readme_tree_is_true():
     named = set(re.findall(r"^\s+(\w+)/ ", tree, re.M))
     packages = {p.parent.name for p in (ROOT / "src" / "metaplastic").glob("*/__init__.py")}
     assert packages <= named
-    top = {p.name for p in ROOT.iterdir() if p.is_dir()} | packages | {"palimpsa", "additive", "metaplastic", "results"}
+    top = {p.name for p in ROOT.iterdir() if p.is_dir()} | packages | {"palimpsa", "additive", "delta", "bayesian", "metaplastic", "results"}
     assert named <= top
 
 

@@ -146,6 +146,5 @@ def diagonal(covariance: Tensor) -> Tensor:
 def low_rank(covariance: Tensor, rank: int) -> Tensor:
     """Keeps the ``rank`` best-known directions; all others get their average variance. Free of the keys' basis."""
     variances, directions = torch.linalg.eigh(covariance)  # ascending
-    kept, rest = variances[..., :rank], variances[..., rank:]
-    average = rest.mean(-1, keepdim=True).expand_as(rest)
-    return (directions * torch.cat([kept, average], -1)[..., None, :]) @ directions.mT
+    average = variances[..., rank:].mean(-1, keepdim=True).expand_as(variances[..., rank:])
+    return (directions * torch.cat([variances[..., :rank], average], -1)[..., None, :]) @ directions.mT
