@@ -5,6 +5,8 @@ import torch
 
 
 def pytest_configure(config):
+    if "not gpu" in config.option.markexpr:  # the same run everywhere; read when CUDA is first used
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     # Workers of a parallel run share the cores; results do not depend on the number of threads.
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from metaplastic import cli
 from metaplastic.evaluation import doctor
-from metaplastic.training import TrainConfig
+from metaplastic.training import MetaplasticTrainer, TrainConfig
 from metaplastic.training.trainer import checkpoints, step_of
 
 SIZES = "--hidden-size 16 --layers 1 --heads 2 --intermediate-size 16 --block-length 32 --batch-size 2"
@@ -204,6 +204,9 @@ def a_folder_without_text(tmp_path):
         (lambda t: ["--block-length", "1000"], "expected at least block_length = 1000"),
         (lambda t: ["--tokenizer", t], "expected 'bytes', a folder with a saved tokenizer"),
         (lambda t: ["--model", t / "nowhere", "--layers", "4"], "model: "),
+        (lambda t: ["--report-to", "my-tracker"], "report_to: got 'my-tracker', expected some of azure_ml, "),
+        (lambda t: ["--dataset", t], "files is for files, and dataset is given"),
+        (lambda t: ["--text-column", "body"], "text_column is for dataset, which is not given, got 'body'"),
         (lambda t: ["-o", an_empty_file(t)], "empty.txt is a file, expected a folder"),
     ],
 )
@@ -277,6 +280,37 @@ def test_an_interrupted_run_says_how_to_go_on(command, texts, tmp_path, monkeypa
     assert "the same command goes on from the last checkpoint" in one_line(err)
 
 
+def test_ctrl_c_saves_a_checkpoint(command, texts, tmp_path, monkeypatch):
+    original = MetaplasticTrainer.training_step
+
+    def training_step(self, *args):
+        if self.state.global_step == 5:
+            os.kill(os.getpid(), signal.SIGINT)
+        return original(self, *args)
+
+    monkeypatch.setattr(MetaplasticTrainer, "training_step", training_step)
+    code, out, err = command("train", texts, *SMALL, "--steps", 20, "-o", tmp_path / "run")
+    assert (code, out) == (130, "")
+    assert step_of(checkpoints(tmp_path / "run")[-1]) == 6
+    assert "interrupted: saving a checkpoint after this step" in err and "Traceback" not in err
+    assert err.splitlines()[-1].startswith("interrupted: the same command goes on from the last checkpoint in")
+
+
+def test_a_dataset_is_streamed(command, tmp_path):
+    (tmp_path / "data").mkdir()
+    lines = (json.dumps({"body": f"the memory knows what number {n} holds " * 3}) + "\n" for n in range(20))
+    (tmp_path / "data" / "train.jsonl").write_text("".join(lines))
+    sizes = [*SIZES.split(), "--warmup", 1, "--steps", 2, "-o", tmp_path / "run"]
+    arguments = ["train", "--dataset", tmp_path / "data", "--held-out-documents", 3, *sizes]
+    code, out, err = command(*arguments, "--text-column", "body")
+    assert code == 0, err
+    assert "dataset data, split train, column body, streamed; held out: the first 3 documents" in err
+    assert "held-out loss" in out and json.loads((tmp_path / "run" / "results.json").read_text())["settings"]["dataset"]
+    code, out, err = command(*arguments, "-o", tmp_path / "other")
+    assert code == 2
+    assert "has no column 'text', expected one of 'body'" in one_line(err)
+
+
 def test_warnings_are_one_line(command, monkeypatch):
     monkeypatch.setattr(cli, "_quiet_transformers", lambda: warnings.warn("ops.x runs the slow backend", stacklevel=1))
     with warnings.catch_warnings():
@@ -304,6 +338,8 @@ def test_doctor_exits_1_if_anything_failed(command, monkeypatch, status):
 def test_train_offers_every_setting_with_its_default():
     offered = inspect.signature(cli.train).parameters
     for field in dataclasses.fields(TrainConfig):
-        if field.name not in ("files", "max_bytes"):
+        if field.name in ("files", "report_to"):
+            assert offered[field.name].default is None and field.default == ()
+        elif field.name != "max_bytes":
             assert offered[field.name].default == field.default, field.name
     assert set(offered) - {field.name for field in dataclasses.fields(TrainConfig)} == {"output", "overwrite"}

@@ -20,6 +20,8 @@ app = typer.Typer(
 )
 bench = typer.Typer(help="Measure speed and memory on this machine.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
+study = typer.Typer(help="Studies of the mathematics, on exact models small enough to solve.", no_args_is_help=True)
+app.add_typer(study, name="study")
 console = Console()
 logger = logging.getLogger("metaplastic")
 Output = Annotated[Path, typer.Option("--output", "-o", help="Folder for everything the command writes.")]
@@ -45,6 +47,8 @@ def main() -> None:
 
 
 def _quiet_transformers() -> None:
+    os.environ.setdefault("DATASETS_VERBOSITY", "critical")  # read when datasets is imported, which is later, if at all
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     from huggingface_hub.utils import logging as hub_logging
     from transformers.utils import logging as transformers_logging
 
@@ -65,6 +69,16 @@ def train(
         str | None, typer.Option(help='"bytes", a folder or a Hugging Face name. None: the saved model\'s, or bytes.')
     ] = None,
     separator: Annotated[str | None, typer.Option(help="What separates documents within a file.")] = None,
+    dataset: Annotated[
+        str | None, typer.Option(help="Instead of files: a dataset on the Hugging Face hub or a local one, streamed.")
+    ] = None,
+    dataset_config: Annotated[str | None, typer.Option(help="Its configuration, if it has several.")] = None,
+    dataset_revision: Annotated[str | None, typer.Option(help="Its branch, tag or commit.")] = None,
+    split: Annotated[str, typer.Option(help="Its split to train on.")] = "train",
+    text_column: Annotated[str, typer.Option(help="Its column with the text.")] = "text",
+    eval_split: Annotated[str | None, typer.Option(help="Its split to evaluate on. None: set some aside.")] = None,
+    held_out_documents: Annotated[int, typer.Option(help="Documents of the dataset kept for evaluation.")] = 200,
+    shuffle_window: Annotated[int, typer.Option(help="Blocks of the dataset that are shuffled together.")] = 2048,
     held_out: Annotated[float, typer.Option(help="Share of documents kept for evaluation.")] = 0.05,
     hidden_size: int = 128,
     layers: int = 4,
@@ -84,15 +98,18 @@ def train(
     seed: int = 0,
     bf16: Annotated[bool, typer.Option(help="Matrix products in bfloat16.")] = False,
     compile: Annotated[bool, typer.Option(help="Use torch.compile.")] = False,
+    report_to: Annotated[
+        list[str] | None, typer.Option(help="A tracker, such as tensorboard; may be repeated.")
+    ] = None,
     overwrite: Annotated[bool, typer.Option(help="Replace another run in the output folder.")] = False,
 ) -> None:
-    """Train a language model on text. Run it again to resume after an interruption."""
+    """Train a language model on text. Run it again to resume after an interruption (Ctrl-C saves a checkpoint)."""
     arguments: dict[str, Any] = dict(locals())
     _quiet_transformers()
     from .training import TrainConfig, train
 
     output, overwrite = arguments.pop("output"), arguments.pop("overwrite")
-    arguments["files"] = tuple(files or ())
+    arguments["files"], arguments["report_to"] = tuple(files or ()), tuple(report_to or ())
     try:
         result = train(TrainConfig(**arguments), output, overwrite=overwrite)["measurements"]
     except KeyboardInterrupt:
@@ -123,6 +140,65 @@ def generate(
     from .training.generation import stream
 
     stream(model, prompt, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
+
+
+@app.command()
+def inspect(
+    model: Annotated[Path, typer.Argument(help="A saved model or the output folder of `metaplastic train`.")],
+    file: Annotated[Path | None, typer.Argument(help="A text file to read.")] = None,
+    text: Annotated[str | None, typer.Option(help="A text to read, instead of a file.")] = None,
+    output: Output = Path("runs/inspect"),
+    max_tokens: Annotated[int, typer.Option(help="Read at most so many tokens of it.")] = 32768,
+) -> None:
+    """How sure each memory grows on a text, how long it lasts, and how near each head is to Mamba2's rule."""
+    _quiet_transformers()
+    from .inspection import SUMMARY, inspect_text, summary_row
+    from .training.saved import find_model, load_model, load_tokenizer
+
+    source = text if file is None else file
+    if source is None or None not in (file, text):
+        raise ValueError("give a text file or --text, one of the two")
+    network, tokenizer = load_model(model), load_tokenizer(find_model(model))
+    layers, page = inspect_text(network, tokenizer, source, output, title=model.resolve().name, max_tokens=max_tokens)
+    table = Table(title="Memory", title_justify="left")
+    for column in SUMMARY:
+        table.add_column(column, overflow="fold", no_wrap=column == "mixer")
+    for layer in layers:
+        table.add_row(*(_number(cell) for cell in summary_row(layer)))
+    console.print(table)
+    console.print(f"results: {output / 'results.json'}\nopen in a browser: {page}")
+
+
+@app.command()
+def size(
+    model: Annotated[
+        Path | None,
+        typer.Argument(help="A saved model or the output folder of `metaplastic train`. None: the options."),
+    ] = None,
+    mixer: str = "palimpsa_d",
+    vocab_size: int = 258,
+    hidden_size: int = 128,
+    layers: int = 4,
+    heads: int = 4,
+    key_size: int | None = None,
+    value_size: int | None = None,
+    intermediate_size: Annotated[int, typer.Option(help="Width of the MLP; 0 for none.")] = 384,
+    tied: Annotated[bool, typer.Option(help="One matrix for embedding and output.")] = True,
+    dtype: Annotated[str, typer.Option(help="Of the weights: float32, bfloat16, float16 or float64.")] = "float32",
+) -> None:
+    """How large a model is and what a token costs: parameters, bytes of state, FLOPs."""
+    options: dict[str, Any] = {k: v for k, v in locals().items() if k not in ("model", "dtype")}
+    _quiet_transformers()
+    from .models.size import describe, from_options
+
+    if model is None:
+        config = from_options(**options)
+    else:
+        from .models import MetaplasticConfig
+        from .training.saved import find_model
+
+        config = MetaplasticConfig.from_pretrained(find_model(model))
+    _print_table("Size", *describe(config, dtype))
 
 
 @app.command()
@@ -175,6 +251,28 @@ def bench_ops(
     console.print(f"results: {path}")
 
 
+@study.command("forgetting")
+def study_forgetting(
+    output: Output = Path("runs/study-forgetting"),
+    quick: Annotated[bool, typer.Option(help="Small, to see that it runs.")] = False,
+) -> None:
+    """How far is geometric forgetting from the sliding window it stands for, and which is better where?"""
+    from .evaluation.forgetting import ForgettingStudy, run_forgetting
+
+    _study(run_forgetting, ForgettingStudy.quick() if quick else ForgettingStudy(), output)
+
+
+@study.command("correlation")
+def study_correlation(
+    output: Output = Path("runs/study-correlation"),
+    quick: Annotated[bool, typer.Option(help="Small, to see that it runs.")] = False,
+) -> None:
+    """What Palimpsa loses as keys grow correlated: against the exact posterior, mean-field and the additive rule."""
+    from .evaluation.correlation import CorrelationStudy, run_correlation
+
+    _study(run_correlation, CorrelationStudy.quick() if quick else CorrelationStudy(), output)
+
+
 @app.command()
 def demo(
     output: Output = Path("runs/demo"),
@@ -187,6 +285,15 @@ def demo(
     config = DemoConfig.quick() if quick else DemoConfig()
     result, page = run_demo(config, output, say=lambda line: console.print(line, markup=False, highlight=False))
     _print_table("Demo", *((k, _number(v)) for k, v in result["measurements"]["summary"].items()))
+    console.print(f"results: {output / 'results.json'}\nopen in a browser: {page}")
+
+
+def _study(run: Any, settings: Any, output: Path) -> None:
+    from rich.progress import track
+
+    stderr = Console(stderr=True)
+    result, page = run(settings, output, track=lambda parts: track(parts, "studying", console=stderr))
+    _print_table(result["name"], *((k, _number(v)) for k, v in result["measurements"]["summary"].items()))
     console.print(f"results: {output / 'results.json'}\nopen in a browser: {page}")
 
 

@@ -9,7 +9,11 @@ import torch
 from .mixers import CELLS, flat, gradients, inputs, make, rebuilt, trained
 from .test_guarantees import close, cut, masks, oracle
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*slow 'chunked' backend")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:.*slow 'chunked' backend"),
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores"),  # advice; these tests want float32
+]
 ON_GPU = [c for c in CELLS if c[1] != "cpu"]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 

@@ -361,8 +361,8 @@ def test_a_tokenizer_that_changes_text_does_not_take_the_short_way():
 def test_batches_of_documents_do_not_change_the_ids(merging_tokenizer, monkeypatch):
     documents = standard_library_documents(max_bytes=200_000)
     whole = PackedText(documents, merging_tokenizer, 64)
-    batches = module._batches
-    monkeypatch.setattr(module, "_batches", lambda documents, characters: batches(documents, 1000))
+    batches = module.batches
+    monkeypatch.setattr(module, "batches", lambda documents, characters: batches(documents, 1000))
     cut = PackedText(documents, merging_tokenizer, 64)
     assert np.array_equal(whole._stream, cut._stream) and np.array_equal(whole._starts, cut._starts)
 

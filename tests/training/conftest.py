@@ -11,7 +11,10 @@ import torch
 
 from metaplastic.models import MetaplasticConfig, MetaplasticForCausalLM
 from metaplastic.ops import dispatch
-from metaplastic.training import TrainConfig, train
+from metaplastic.tasks.text import collate_packed
+from metaplastic.training import MetaplasticTrainer, TrainConfig, train, training_arguments
+
+from .rows import packed_rows
 
 SENTENCE = "the memory knows how sure it is of what it holds and forgets what it must when the next word comes"
 
@@ -66,6 +69,28 @@ def tiny(texts):
     return config
 
 
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory) -> Path:
+    """A folder as a dataset on the hub: 60 short documents in three files, and a split for validation."""
+    folder = tmp_path_factory.mktemp("corpus")
+    generator = random.Random(1)
+    for name in ("train-0", "train-1", "train-2", "validation-0"):
+        lines = (" ".join(generator.choices(SENTENCE.split(), k=generator.randrange(3, 20))) for _ in range(20))
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def streamed(tiny, corpus):
+    """As ``tiny``, from a stream: ten steps of nine blocks are more than a pass, and no window ends with a step."""
+
+    def config(**changes) -> TrainConfig:
+        settings = {"files": (), "held_out": 0.05, "dataset": str(corpus), "shuffle_window": 16}
+        return tiny(**(settings | {"held_out_documents": 10} | changes))
+
+    return config
+
+
 @pytest.fixture(scope="package")
 def _finished(_quiet_machine, tiny, tmp_path_factory):
     folder = tmp_path_factory.mktemp("finished") / "run"
@@ -94,6 +119,30 @@ def network():
         return MetaplasticForCausalLM(MetaplasticConfig(vocab_size=vocab_size, **(settings | changes)))
 
     return build
+
+
+@pytest.fixture
+def build(network, tmp_path):
+    def make(model=None, rows=None, eval_rows=None, collator=collate_packed, callbacks=None, **arguments):
+        settings = {
+            "max_steps": 6,
+            "per_device_train_batch_size": 2,
+            "learning_rate": 1e-2,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "train_sampling_strategy": "sequential",
+            "disable_tqdm": True,
+        }
+        return MetaplasticTrainer(
+            model=network() if model is None else model,
+            args=training_arguments(tmp_path / "run", **(settings | arguments)),
+            train_dataset=packed_rows(16) if rows is None else rows,
+            eval_dataset=packed_rows(7, seed=2) if eval_rows is None else eval_rows,
+            data_collator=collator,
+            callbacks=callbacks,
+        )
+
+    return make
 
 
 class Nursery:

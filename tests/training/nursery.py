@@ -3,6 +3,7 @@
 A job: ``function``, a name in this file; ``arguments`` for it; ``environment`` to add.
 """
 
+import importlib
 import json
 import os
 import shutil
@@ -13,6 +14,7 @@ import traceback
 import torch
 
 from metaplastic.models import MetaplasticConfig, MetaplasticForCausalLM
+from metaplastic.tasks import HubText, PackedStream, byte_tokenizer
 from metaplastic.training import MetaplasticTrainer, TrainConfig, train, training_arguments
 
 DEADLY = ((torch, "save"), (os, "replace"), (shutil, "rmtree"), (os, "fsync"), (MetaplasticTrainer, "training_step"))
@@ -51,14 +53,19 @@ def _leave_half(name: str, args: tuple) -> None:
             os.unlink(half)
 
 
-def one_step(rows: str, output: str, per_device: int, model: str, accumulation: int = 1) -> None:
-    """One SGD step and an evaluation; process 0 saves the weights and what was measured."""
+def one_step(
+    rows: str, output: str, per_device: int, model: str, accumulation: int = 1, dataset: str | None = None,
+    steps: int = 1,
+) -> None:  # fmt: skip
+    """SGD steps (one unless told) and an evaluation; process 0 saves the weights and what was measured."""
     from metaplastic.tasks.text import collate_packed
     from metaplastic.training.saved import load_model
 
     data = torch.load(rows)
+    if dataset:
+        data["train"] = PackedStream(HubText(dataset), byte_tokenizer(), 16, window=5)
     arguments = training_arguments(
-        output, max_steps=1, per_device_train_batch_size=per_device, per_device_eval_batch_size=2, optim="sgd",
+        output, max_steps=steps, per_device_train_batch_size=per_device, per_device_eval_batch_size=2, optim="sgd",
         gradient_accumulation_steps=accumulation, learning_rate=1.0, weight_decay=0.0, max_grad_norm=0.0,
         lr_scheduler_type="constant", train_sampling_strategy="sequential", save_strategy="no", logging_steps=1,
         disable_tqdm=True, use_cpu=True,
@@ -92,6 +99,7 @@ def _child(job: dict) -> None:
 
 def _warm_up() -> None:
     """What every child would load again. (On one thread: threads do not survive a fork.)"""
+    importlib.import_module("datasets")
     torch.set_num_threads(1)
     sizes = {
         "hidden_size": 8,

@@ -15,7 +15,7 @@ from metaplastic.tasks.text import byte_tokenizer
 from metaplastic.training import MetaplasticTrainer, TrainConfig, train
 from metaplastic.training.trainer import STAGING, checkpoints, step_of
 
-from .test_trainer import packed_rows
+from .rows import packed_rows
 
 WHAT_IS_TIMED = {"tokens_per_second", "train_runtime", "train_samples_per_second", "train_steps_per_second"}
 
@@ -123,11 +123,11 @@ def test_a_run_without_checkpoints_starts_again(tiny, tmp_path, nursery):
         "arguments": {"config": dataclasses.asdict(config), "output": str(tmp_path / "a")},
     }
     assert nursery.run(job | {"arguments": job["arguments"] | {"at": 5}}) == [-signal.SIGKILL]
-    assert [path.name for path in (tmp_path / "a").iterdir()] == ["run.json"]
+    assert {path.name for path in (tmp_path / "a").iterdir()} == {".lock", "run.json"}
     train(config, tmp_path / "a")
     train(config, tmp_path / "b")
     assert_same_run(tmp_path / "a", tmp_path / "b")
-    assert {path.name for path in (tmp_path / "a").iterdir()} == {"final", "results.json", "run.json"}
+    assert {path.name for path in (tmp_path / "a").iterdir()} == {".lock", "final", "results.json", "run.json"}
 
 
 def test_a_finished_run_is_not_run_again(tiny, undisturbed, monkeypatch, caplog):
@@ -195,7 +195,7 @@ def test_overwriting_starts_afresh_and_deletes_only_what_a_run_writes(tiny, undi
         with pytest.raises(Stop):
             train(tiny(seed=1), undisturbed, overwrite=True)
     # Nothing of the old run can be taken for a part of the new one.
-    assert set(listing(undisturbed)) == {"notes.txt", "checkpoint-best/notes.txt", "run.json"}
+    assert set(listing(undisturbed)) == {".lock", "notes.txt", "checkpoint-best/notes.txt", "run.json"}
     train(tiny(seed=1), undisturbed)
     train(tiny(seed=1), tmp_path / "new")
     assert_same_run(undisturbed, tmp_path / "new")
@@ -208,6 +208,7 @@ def test_wrong_input_claims_no_folder(tiny, tmp_path):
     for wrong in (
         {"files": ("missing.txt",)},
         {"mixer": "mamba7"},
+        {"report_to": ("mamba7",)},
         {"tokenizer": str(tmp_path)},
         {"block_length": 10**6},
     ):
@@ -307,10 +308,11 @@ def test_bf16_trains_on_a_cpu_and_saves_float32(tiny, tmp_path):
 
 
 def test_no_pickled_arguments_anywhere(undisturbed):
-    suffixes = {path.suffix for path in undisturbed.rglob("*") if path.is_file()}
-    assert suffixes == {".json", ".safetensors", ".pt", ".pth"}
+    suffixes = {path.suffix for path in undisturbed.rglob("*") if path.is_file() and path.name != ".lock"}
+    assert suffixes == {".json", ".safetensors", ".pt", ".pth", ".md"}
     assert {path.name for path in (undisturbed / "final").iterdir()} == {
-        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
+        "README.md", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
+        "tokenizer_config.json",
     }  # fmt: skip
 
 

@@ -1,14 +1,16 @@
-"""Data that comes with its own scoring: associative recall (`mqar`) and language modelling on text (`text`).
+"""Data that comes with its own scoring: associative recall (`mqar`) and language modelling on text (`text`, `stream`).
 
 Every task draws from a local seeded generator, so that the same seed gives the same rows whatever else the program
-draws, and every synthetic task has a solver that reads the row alone. Datasets are map-style torch datasets of
-`input_ids` and `labels`, as the Hugging Face Trainer takes them: the model shifts the labels, and -100 marks what is
-not scored. This room imports nothing else of the package.
+draws, and every synthetic task has a solver that reads the row alone. Datasets are torch datasets of `input_ids` and
+`labels`, as the Hugging Face Trainer takes them: the model shifts the labels, and -100 marks what is not scored.
+`PackedStream` is the iterable one; the others are map-style. This room imports nothing else of the package.
 """
 
-from metaplastic.tasks import documents, mqar, text
+from metaplastic.tasks import documents, hub, mqar, stream, text
 from metaplastic.tasks.documents import read_documents, split_documents, standard_library_documents
+from metaplastic.tasks.hub import HubText
 from metaplastic.tasks.mqar import MQARConfig, MQARDataset, Score, score
+from metaplastic.tasks.stream import PackedStream, set_aside
 from metaplastic.tasks.text import (
     PackedText,
     byte_tokenizer,
@@ -17,18 +19,23 @@ from metaplastic.tasks.text import (
 )
 
 __all__ = [
+    "HubText",
     "MQARConfig",
     "MQARDataset",
+    "PackedStream",
     "PackedText",
     "Score",
     "byte_tokenizer",
     "collate_packed",
     "documents",
+    "hub",
     "load_tokenizer",
     "mqar",
     "read_documents",
     "score",
+    "set_aside",
     "split_documents",
     "standard_library_documents",
+    "stream",
     "text",
 ]

@@ -10,6 +10,7 @@ transformers and tokenizers are imported only by the functions that need them.
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from metaplastic.tasks.documents import Document
+from metaplastic.tasks.hub import unreachable
 
 if TYPE_CHECKING:
     import transformers
@@ -61,17 +63,21 @@ def byte_tokenizer() -> "transformers.PreTrainedTokenizerFast":
 def load_tokenizer(name_or_path: str | Path | None) -> "transformers.PreTrainedTokenizerBase":
     """None or "bytes": `byte_tokenizer`. Else a folder, or a name on the Hugging Face hub, without remote code.
 
-    Raises OSError where there is no tokenizer.
+    Where the hub cannot be reached, the name must be in the local cache. Raises OSError where there is no tokenizer.
     """
     if name_or_path is None or str(name_or_path) == "bytes":
         return byte_tokenizer()
     from transformers import AutoTokenizer
 
+    offline = None if os.path.exists(name_or_path) else unreachable()
     try:
-        return AutoTokenizer.from_pretrained(str(name_or_path), trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(
+            str(name_or_path), trust_remote_code=False, local_files_only=offline is not None
+        )
     except (OSError, ValueError) as error:
         expected = "'bytes', a folder with a saved tokenizer, or the name of one on the Hugging Face hub"
-        raise OSError(f"name_or_path: got {str(name_or_path)!r}, expected {expected} ({error})") from error
+        reason = error if offline is None else f"not in the local cache, and {offline}"
+        raise OSError(f"name_or_path: got {str(name_or_path)!r}, expected {expected} ({reason})") from error
 
 
 class PackedText(Dataset[dict[str, Tensor]]):
@@ -91,16 +97,12 @@ class PackedText(Dataset[dict[str, Tensor]]):
     """
 
     def __init__(self, documents: Iterable[Document], tokenizer: Any, block_length: int) -> None:
-        if not isinstance(block_length, int) or block_length < 2:
-            raise ValueError(f"block_length: got {block_length!r}, expected an integer of at least 2")
-        if tokenizer.eos_token_id is None:
-            raise ValueError(f"tokenizer: got a {type(tokenizer).__name__} without eos_token, expected one that has it")
-        dtype = np.min_scalar_type(max(tokenizer.get_vocab().values()))
+        check_packing(tokenizer, block_length)
         names: list[str] = []
         pieces: list[np.ndarray] = []
-        for name, ids in _tokenise(documents, tokenizer):
+        for name, ids in tokenise(documents, tokenizer, token_dtype(tokenizer)):
             names.append(name)
-            pieces.append(np.append(ids, tokenizer.eos_token_id).astype(dtype))
+            pieces.append(ids)
         lengths = [len(piece) for piece in pieces]
         if sum(lengths) < block_length:
             source = f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}" or "no documents"
@@ -122,11 +124,16 @@ class PackedText(Dataset[dict[str, Tensor]]):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         if not -len(self) <= index < len(self):
             raise IndexError(f"index: got {index}, expected a block number below {len(self)}")
-        first = index % len(self) * self.block_length
-        input_ids = torch.from_numpy(self._stream[first : first + self.block_length].astype(np.int64))
-        inside = slice(*np.searchsorted(self._starts, (first + 1, first + self.block_length)))
-        starts = torch.from_numpy(np.append(0, self._starts[inside] - first))
-        return {"input_ids": input_ids, "labels": input_ids.index_fill(0, starts, IGNORED), "starts": starts}
+        return cut_block(self._stream, self._starts, index % len(self), self.block_length)
+
+
+def cut_block(tokens: np.ndarray, starts: np.ndarray, index: int, block_length: int) -> dict[str, Tensor]:
+    """Block number `index` of a sequence of tokens whose documents begin at the (sorted) positions `starts`."""
+    first = index * block_length
+    input_ids = torch.from_numpy(tokens[first : first + block_length].astype(np.int64))
+    inside = slice(*np.searchsorted(starts, (first + 1, first + block_length)))
+    borders = torch.from_numpy(np.append(0, starts[inside] - first))
+    return {"input_ids": input_ids, "labels": input_ids.index_fill(0, borders, IGNORED), "starts": borders}
 
 
 def collate_packed(rows: Sequence[dict[str, Tensor]]) -> dict[str, Int[Tensor, "..."]]:
@@ -155,20 +162,39 @@ def collate_packed(rows: Sequence[dict[str, Tensor]]) -> dict[str, Int[Tensor, "
     }
 
 
-def _tokenise(documents: Iterable[Document], tokenizer: Any) -> Iterator[tuple[str, np.ndarray]]:
-    """The name and the ids of each document; a few million characters at a time bound the memory."""
+def check_packing(tokenizer: Any, block_length: int) -> None:
+    """Raises ValueError for a tokenizer that cannot end documents, or blocks in which nothing is predicted."""
+    if not isinstance(block_length, int) or block_length < 2:
+        raise ValueError(f"block_length: got {block_length!r}, expected an integer of at least 2")
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"tokenizer: got a {type(tokenizer).__name__} without eos_token, expected one that has it")
+
+
+def token_dtype(tokenizer: Any) -> np.dtype:
+    """The smallest that holds every id."""
+    return np.min_scalar_type(max(tokenizer.get_vocab().values()))
+
+
+def tokenise(documents: Iterable[Document], tokenizer: Any, dtype: np.dtype) -> Iterator[tuple[str, np.ndarray]]:
+    """The name of each document and its ids with eos; a few million characters at a time bound the memory."""
     if _reads_bytes(tokenizer):
         for name, text in documents:  # the ids of the tokenizer, without Python objects for every byte
-            yield name, np.frombuffer(text.encode(), dtype=np.uint8)
+            yield (
+                name,
+                np.append(
+                    np.frombuffer(text.encode(), dtype=np.uint8).astype(dtype), dtype.type(tokenizer.eos_token_id)
+                ),
+            )
         return
-    for batch in _batches(documents, characters=2**21):
+    for batch in batches(documents, characters=2**21):
         texts = [text for _, text in batch]
         ids = tokenizer(texts, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
         for (name, _), row in zip(batch, ids, strict=True):
-            yield name, np.array(row, dtype=np.int64)
+            yield name, np.array([*row, tokenizer.eos_token_id], dtype=dtype)
 
 
-def _batches(documents: Iterable[Document], characters: int) -> Iterator[list[Document]]:
+def batches(documents: Iterable[Document], characters: int) -> Iterator[list[Document]]:
+    """Documents in groups of at least so many characters, but for the last; reads no document beyond a group."""
     batch: list[Document] = []
     size = 0
     for document in documents:

@@ -1,6 +1,7 @@
 """Fitting: the Hugging Face Trainer with exact evaluation, atomic checkpoints and the right weight-decay groups."""
 
-from .run import TrainConfig, train
+from .config import TrainConfig
+from .run import train
 from .trainer import MetaplasticTrainer, last_checkpoint, training_arguments
 
 __all__ = ["MetaplasticTrainer", "TrainConfig", "last_checkpoint", "train", "training_arguments"]

@@ -10,7 +10,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from ..models import MetaplasticConfig, MetaplasticForCausalLM
 from ..tasks import text
-from .trainer import PICKLED_ARGUMENTS, STAGING, MetaplasticTrainer, clear_staging, last_checkpoint, remove
+from .trainer import STAGING, MetaplasticTrainer, clear_staging, last_checkpoint, remove
 
 FINAL = "final"
 logger = logging.getLogger("metaplastic")
@@ -58,11 +58,10 @@ def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
 
 
 def save_final(trainer: MetaplasticTrainer, output: Path) -> None:
-    """The model and its tokenizer as ``output/final``, whole or not at all."""
+    """The model, its tokenizer and its card as ``output/final``, whole or not at all."""
     staged = output / STAGING / FINAL
     trainer.save_model(str(staged))
     if trainer.args.should_save:
-        (staged / PICKLED_ARGUMENTS).unlink(missing_ok=True)
         if (output / FINAL).exists():
             remove(output / FINAL)
         os.replace(staged, output / FINAL)

@@ -5,28 +5,32 @@
 * A run resumed from a checkpoint logs and computes what the undisturbed one does, and stops where that stops.
 * ``evaluate`` averages over tokens, so that the loss does not depend on the batch size or the last, smaller batch.
 * Logs carry tokens per second, and the progress bar shows them beside the loss.
+* A :class:`~metaplastic.tasks.PackedStream` to train on goes on with the very next block after a checkpoint: its place
+  is in the checkpoint, and no batch is read again to be skipped. Its "epoch" in logs is the number of passes completed.
 """
 
 import json
-import logging
 import math
 import os
 import re
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
+from ..tasks.stream import PackedStream
+from .progress import Bar, Lines
+
 STAGING = ".staging"
 PICKLED_ARGUMENTS = "training_args.bin"  # Hugging Face writes it, nothing of ours reads it: no pickles in our folders
-SECONDS_BETWEEN_LINES = 30
-logger = logging.getLogger("metaplastic")
+STREAM = "stream.json"  # in a checkpoint: the place in a stream of text
 
 
 def checkpoints(folder: str | os.PathLike) -> list[Path]:
@@ -83,15 +87,19 @@ def training_arguments(output: str | os.PathLike, **overrides: Any) -> TrainingA
 
 
 class MetaplasticTrainer(Trainer):
-    """See the module's docstring. Takes the arguments of :class:`transformers.Trainer`."""
+    """See the module's docstring. Takes the arguments of :class:`transformers.Trainer`.
+
+    ``beside``, if set, is called with every folder that a model is saved to, to write what belongs beside it.
+    """
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
+        self.beside: Callable[[Path], None] | None = None
         self._staged = False
         self._clock: tuple[float, int] | None = None  # time and tokens at the last log
         bar = self.pop_callback(ProgressCallback) is not None
         self.pop_callback(PrinterCallback)
-        self.add_callback(_Bar if bar else _Lines)
+        self.add_callback(Bar if bar else Lines)
         self.add_callback(_Course(self))
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
@@ -146,6 +154,38 @@ class MetaplasticTrainer(Trainer):
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
+    def get_train_dataloader(self) -> DataLoader:
+        """Of a stream: without workers, and without accelerate's loader, which reads a batch ahead."""
+        stream = self.train_dataset
+        if not isinstance(stream, PackedStream):
+            return super().get_train_dataloader()
+        if self.args.dataloader_num_workers:
+            got = f"got dataloader_num_workers = {self.args.dataloader_num_workers}"
+            raise ValueError(f"a PackedStream is read in the process that trains: {got}, expected 0")
+        return DataLoader(
+            stream.share(self._train_batch_size, self.args.process_index, self.args.world_size),  # pyright: ignore
+            batch_size=self._train_batch_size,
+            collate_fn=self.data_collator,
+            pin_memory=self.args.dataloader_pin_memory,
+            generator=torch.Generator(),  # or each start of a loader would draw from the run's own random numbers
+        )
+
+    def place(self) -> dict[str, Any] | None:
+        """Where a stream stands after the steps done; None for other data."""
+        if not isinstance(self.train_dataset, PackedStream):
+            return None
+        batches = self.state.global_step * self.args.gradient_accumulation_steps * self.args.world_size
+        return self.train_dataset.state_dict(batches * self._train_batch_size)  # pyright: ignore[reportOperatorIssue]
+
+    def _init_training_state(self, *args, **kwargs) -> tuple[int, int]:
+        """Of a stream no batch is skipped to come to the checkpoint: it goes there."""
+        trained = super()._init_training_state(*args, **kwargs)
+        if not isinstance(self.train_dataset, PackedStream):
+            return trained
+        if checkpoint := kwargs.get("resume_from_checkpoint", args[3] if len(args) > 3 else None):
+            self.train_dataset.load_state_dict(json.loads(Path(checkpoint, STREAM).read_text()))
+        return 0, 0
+
     def _run_epoch(self, *args, **kwargs) -> None:
         """Resumed at its last step, Hugging Face's loop would take one step more."""
         if self.state.global_step >= self.state.max_steps:
@@ -165,6 +205,14 @@ class MetaplasticTrainer(Trainer):
         folder = super()._get_output_dir(trial)
         return os.path.join(folder, STAGING) if self._staged else folder
 
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        super()._save(output_dir, state_dict)
+        if self.args.should_save:
+            folder = Path(output_dir or self.args.output_dir or ".")
+            (folder / PICKLED_ARGUMENTS).unlink(missing_ok=True)
+            if self.beside is not None:
+                self.beside(folder)
+
     def _save_checkpoint(self, model, trial) -> None:
         """Hugging Face writes into the staging folder; the rename makes it a checkpoint."""
         run = Path(super()._get_output_dir(trial))
@@ -178,7 +226,8 @@ class MetaplasticTrainer(Trainer):
         if self.args.should_save:
             staged = run / STAGING / name
             self._mend_best_checkpoint(staged, run)
-            (staged / PICKLED_ARGUMENTS).unlink(missing_ok=True)
+            if (place := self.place()) is not None:
+                (staged / STREAM).write_text(json.dumps(place) + "\n")
             for file in staged.rglob("*"):
                 _flush(file)
             _flush(staged)
@@ -227,49 +276,12 @@ class _Course(TrainerCallback):
     on_evaluate = on_save = _restart  # neither is training
 
     def on_step_end(self, args, state, control, **kwargs):
+        if (place := self.trainer.place()) is not None:  # Hugging Face's epoch is the share of the run since it began
+            state.epoch = float(place["epoch"])
         # A logged loss is an average since the last log; a resumed run knows only what came after its checkpoint.
         control.should_log |= control.should_save
 
     on_epoch_end = on_step_end
-
-
-def _shown(logs: dict[str, float]) -> dict[str, str]:
-    """What a person watching a run wants of a log entry."""
-    forms = {"loss": ".4f", "eval_loss": ".4f", "tokens_per_second": ",.0f"}
-    return {name.replace("_per_second", "/s"): f"{logs[name]:{form}}" for name, form in forms.items() if name in logs}
-
-
-class _Bar(ProgressCallback):
-    """Hugging Face's progress bar, with losses and speed on the bar instead of one printed line per log."""
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        super().on_train_begin(args, state, control, **kwargs)
-        self.seen: dict[str, float] = {}
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        if self.training_bar is not None:
-            self.seen |= logs or {}
-            self.training_bar.set_postfix(_shown(self.seen))
-
-
-class _Lines(TrainerCallback):
-    """Without a bar (no terminal): a line in the log for each evaluation, and now and then in between."""
-
-    def __init__(self):
-        self.training: dict[str, float] = {}
-        self.last = time.monotonic()
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        logs = logs or {}
-        if "loss" in logs:
-            self.training = logs
-        elif "eval_loss" not in logs:
-            return
-        now = time.monotonic()
-        if state.is_world_process_zero and ("eval_loss" in logs or now - self.last >= SECONDS_BETWEEN_LINES):
-            self.last = now
-            what = ", ".join(f"{name} {value}" for name, value in _shown(self.training | logs).items())
-            logger.info("step %d of %d: %s", state.global_step, state.max_steps, what)
 
 
 def _flush(path: Path) -> None:
