@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from rich.console import Console
 from transformers.utils import logging as transformers_logging
 from typer.testing import CliRunner
 
@@ -113,7 +114,7 @@ def test_errors(model, tmp_path):
 def test_the_command(model, tmp_path, monkeypatch):
     """The verb finds a saved model and its tokenizer, reads, writes, prints; its mistakes are one line each."""
     verbosity = transformers_logging.get_verbosity()
-    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setattr(cli, "console", Console(width=120))
     monkeypatch.setattr(sys, "argv", ["metaplastic", "inspect"])
     for name in ("DATASETS_VERBOSITY", "HF_DATASETS_DISABLE_PROGRESS_BARS"):  # what the command sets, undone here
         monkeypatch.setenv(name, os.environ.get(name, "1"))
