@@ -1,11 +1,13 @@
 r"""Gated DeltaNet: the delta rule on the backbone that the Bayesian Layer shares (arXiv 2412.06464).
 
-q, k = L2-normalise(SiLU(conv4(W_q x))), same for k                 [H, K]
-v    = SiLU(conv4(W_v x))                                           [H, V]
-beta = sigmoid(W_b x)                                               [H]     write strength
-g    = -exp(A_log) softplus(W_dt x + dt_bias)                       [H]     log decay
-o    = delta(q, k, v, beta, g; scale = K^-1/2)
-y    = W_o (RMSNorm_per_head(o) SiLU(W_g x))
+    q, k = L2-normalise(SiLU(conv4(W_q x))), same for k                 [H, K]
+    v    = SiLU(conv4(W_v x))                                           [H, V]
+    beta = sigmoid(W_b x)                                               [H]     write strength
+    g    = -exp(A_log) softplus(W_dt x + dt_bias)                       [H]     log decay
+    o    = delta(q, k, v, beta, g; scale = K^-1/2)
+    y    = W_o (RMSNorm_per_head(o) SiLU(W_g x))
+
+It corrects what it answers wrongly, but every write goes along the key itself, whatever was learnt before.
 """
 
 import torch
