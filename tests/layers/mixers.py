@@ -4,6 +4,7 @@ import torch
 
 from metaplastic.layers import MIXERS
 from metaplastic.layers.mixer import MixerState
+from metaplastic.ops import dispatch
 
 WIDTH = 12
 KINDS = {
@@ -16,8 +17,14 @@ KINDS = {
     ),
     "mamba2, groups": ("mamba2", {"num_groups": 4}),
     "mamba2, biases, wide convolution": ("mamba2", {"bias": True, "conv_size": 6, "dt_limit": (0.01, 0.05)}),
+    "gated_deltanet": ("gated_deltanet", {"num_key_heads": 2, "negative_eigenvalues": True}),
+    "bayesian": ("bayesian", {}),
+    "bayesian, per key, noise groups": ("bayesian", {"decay": "key", "noise_groups": 5, "process_noise": "free"}),
+    "bayesian, rotations, no convolution": (
+        "bayesian", {"rotation": True, "decay": "key", "conv_size": None, "key_size": 4}
+    ),
 }  # fmt: skip
-BACKENDS = {"palimpsa": ("cpu", "chunked", "reference"), "additive": ("chunked", "reference")}
+BACKENDS = {op: tuple(entries) for op, entries in dispatch.BACKENDS.items()}
 CELLS = [(kind, backend) for kind, (name, _) in KINDS.items() for backend in BACKENDS[MIXERS[name].operator]]
 
 

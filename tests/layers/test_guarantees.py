@@ -11,13 +11,14 @@ import torch
 
 from metaplastic import rules
 from metaplastic.layers import MIXERS
-from metaplastic.rules import AdditiveState, PalimpsaState
+from metaplastic.rules import AdditiveState, DeltaState, GaussianState, PalimpsaState
 
 from .mixers import CELLS, KINDS, flat, gradients, inputs, make, rebuilt, trained
 
 # The layer's own rounding, with weights and inputs that are exact in that dtype: relative to the largest element, and
-# in norm for the gradients in 16 bits, which a normalisation of almost nothing magnifies element by element.
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-4, torch.bfloat16: 8e-2, torch.float16: 1e-2}
+# in norm for the gradients in 16 bits, which a normalisation of almost nothing magnifies element by element. In 16 bits
+# two dozen roundings in a row.
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-4, torch.bfloat16: 24 * 2**-8, torch.float16: 24 * 2**-11}
 
 
 def masks(padding, batch, length):
@@ -58,8 +59,8 @@ def cut(length, split):
     return [*pieces, length - sum(pieces)] if length > sum(pieces) else [length, 0]
 
 
-def close(found, expected, dtype, what):
-    scale = max(expected.abs().max().item(), 1e-3) if expected.numel() else 1.0
+def close(found, expected, dtype, what, least=1e-3):
+    scale = max(expected.abs().max().item(), least) if expected.numel() else 1.0
     error = (found.double() - expected).abs().max().item() if expected.numel() else 0.0
     assert error <= TOLERANCE[dtype] * scale, f"{what}: {error:.2e} of {scale:.2e}"
 
@@ -112,8 +113,10 @@ def test_padding_cuts_and_lengths(kind, backend, dtype, padding, continued):
                 a, b = (torch.cat([d.double().flatten() for d in ds]) for ds in (found, wanted))
                 assert (a - b).norm() <= TOLERANCE[dtype] * b.norm(), f"{case}: gradients"
                 continue
+            # A gradient may be a small difference of large ones (a norm cancels what only scales its input).
+            least = max(1e-3, 1e-2 * max(b.abs().max().item() for b in wanted if b.numel()))
             for i, (a, b) in enumerate(zip(found, wanted, strict=True)):
-                close(a, b, dtype, f"{case}: gradient {i}")
+                close(a, b, dtype, f"{case}: gradient {i}", least)
 
 
 @pytest.mark.parametrize(("kind", "backend"), CELLS)
@@ -221,8 +224,8 @@ def test_extreme_gates_and_evidence(kind, backend, evidence):
     """Decays of 1 and exp(-1000) side by side, evidence of 0, 1e-8 and 1e8, zero and huge inputs: all finite."""
     layer = make(kind, backend, torch.float32)
     with torch.no_grad():
-        layer.dt_bias.copy_(torch.tensor([-80.0, 10.0, -5.0, 3.0]))
-        layer.A_log.copy_(torch.tensor([-30.0, 5.0, 0.0, 3.0]))
+        layer.dt_bias.copy_(torch.tensor([-80.0, 10.0, -5.0, 3.0]).view(4, *[1] * (layer.dt_bias.dim() - 1)))
+        layer.A_log.copy_(torch.tensor([-30.0, 5.0, 0.0, 3.0]).view(4, *[1] * (layer.A_log.dim() - 1)))
         if hasattr(layer, "b_scale"):
             layer.b_scale.fill_(evidence)
     x = inputs(2, 40, dtype=torch.float32)
@@ -234,6 +237,9 @@ def test_extreme_gates_and_evidence(kind, backend, evidence):
     assert all(s.isfinite().all() for s in flat(state))
     if isinstance(state.memory, PalimpsaState):
         assert (state.memory.excess_precision >= 0).all()
+    if isinstance(state.memory, GaussianState):
+        assert torch.equal(state.memory.covariance, state.memory.covariance.mT)
+        assert torch.linalg.eigvalsh(state.memory.covariance.double()).min() > 0
     found = gradients(y.sum(), x, *trained(layer))
     assert all(d.isfinite().all() for d in found)
 
@@ -303,10 +309,15 @@ def test_compiles_to_one_graph(kind):
 def test_gates_replay_the_memory(kind):
     """gates(x) are the rule's inputs: scanning the rule over them gives the layer's own memory."""
     layer, x = make(kind), inputs()
-    gates = layer.gates(x)
-    rule = {PalimpsaState: rules.palimpsa, AdditiveState: rules.additive}[layer.memory_type]
-    start = rule.init_state(2, 4, layer.value_size, layer.key_size, dtype=torch.float64)
-    _, _, state = rule.scan(*gates, start, layer.scale)
+    gates, named = layer._arguments(layer.gates(x))
+    named.pop("prior_variance", None)  # it is in the initial state
+    rule = {
+        PalimpsaState: rules.palimpsa,
+        AdditiveState: rules.additive,
+        DeltaState: rules.delta,
+        GaussianState: rules.bayesian,
+    }[layer.memory_type]
+    _, _, state = rule.scan(*gates, layer.init_state(2).memory, layer.scale, **named)
     for a, b in zip(state, layer(x)[1].memory, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 

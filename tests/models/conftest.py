@@ -12,6 +12,8 @@ OPTIONS = {
     "palimpsa_d_additive": {"decay_range": (0.1, 1.0)},
     "palimpsa_m": {"decay_range": (0.1, 1.0), "num_groups": 2},
     "mamba2": {"decay_range": (0.1, 1.0)},
+    "bayesian": {"decay_range": (0.1, 1.0)},
+    "gated_deltanet": {"decay_range": (0.1, 1.0)},
 }
 KINDS = [*MIXERS, "mixed"]
 VOCABULARY = 40

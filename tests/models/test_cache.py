@@ -37,13 +37,13 @@ def test_a_cache_made_by_the_caller(kind, of):
 
 def test_gradients_through_the_cache(kind):
     """Back-propagation through time across calls; a detached fork cuts it."""
-    model, ids = make(kind).train(), tokens()
+    model, ids = make(kind).double().train(), tokens()
     weight = model.model.layers[0].mixer.conv.weight
     whole = torch.autograd.grad(model(ids, use_cache=False).logits[:, 5:].square().sum(), weight)[0]
     cache = model(ids[:, :5], use_cache=True).cache
     cut = fork_cache(cache, detach=True)
     split = torch.autograd.grad(model(ids[:, 5:], cache=cache).logits.square().sum(), weight)[0]
-    torch.testing.assert_close(split, whole, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(split, whole, rtol=1e-9, atol=1e-9)
     truncated = torch.autograd.grad(model(ids[:, 5:], cache=cut).logits.square().sum(), weight)[0]
     assert not torch.allclose(truncated, whole, rtol=1e-2)
 

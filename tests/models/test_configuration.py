@@ -4,7 +4,6 @@ import pytest
 
 from metaplastic.layers import MIXERS
 from metaplastic.models import MetaplasticConfig
-from metaplastic.models.configuration import operator_name
 from metaplastic.ops.dispatch import BACKENDS
 
 from .conftest import config
@@ -56,7 +55,7 @@ def test_bad_configurations(change, message):
 
 @pytest.mark.parametrize("name", MIXERS)
 def test_every_backend_of_a_mixer_is_accepted(name):
-    for backend in ("auto", *BACKENDS[operator_name(name)]):
+    for backend in ("auto", *BACKENDS[MIXERS[name].operator]):
         assert config(name, mixer_options={name: {"num_heads": 2, "backend": backend}})
     with pytest.raises(ValueError, match=f"backend of mixer {name!r} must be one of"):
         config(name, mixer_options={name: {"backend": "triton?"}})

@@ -125,7 +125,7 @@ def test_resized_embeddings(kind, tied, count, tmp_path):
     assert model.lm_head.weight.shape == (count, 16)
     assert (model.lm_head.weight is weight) == tied
     ids = tokens() % count
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     first = model.train()(ids, labels=ids).loss
     first.backward()
     assert weight.grad.shape == weight.shape and model.lm_head.weight.grad.any()
@@ -152,5 +152,5 @@ def test_meta_device_and_initialisation(kind):
         assert linear.bias is None or not linear.bias.any()
     assert model.model.embed_tokens.weight.detach().std() == pytest.approx(0.02, rel=0.2)
     for block in model.model.layers:
-        assert torch.equal(block.mixer.D, torch.ones(2))
+        assert not block.mixer.has_residual or torch.equal(block.mixer.D, torch.ones(2))
         assert (block.mixer.A_log.exp() < 1.01).all()

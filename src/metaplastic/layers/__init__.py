@@ -5,7 +5,9 @@ Every mixer follows one protocol: ``mixer(x, state=None, *, mask=None, cu_seqlen
 ``MIXERS`` names them for configurations.
 """
 
+from .bayesian import BayesianLayer
 from .convolution import ShortConvolution
+from .gated_deltanet import GatedDeltaNet
 from .mamba2 import Mamba2
 from .palimpsa_d import PalimpsaD, PalimpsaDAdditive
 from .palimpsa_m import PalimpsaM
@@ -15,6 +17,17 @@ MIXERS = {
     "palimpsa_d_additive": PalimpsaDAdditive,
     "palimpsa_m": PalimpsaM,
     "mamba2": Mamba2,
+    "bayesian": BayesianLayer,
+    "gated_deltanet": GatedDeltaNet,
 }
 
-__all__ = ["MIXERS", "Mamba2", "PalimpsaD", "PalimpsaDAdditive", "PalimpsaM", "ShortConvolution"]
+__all__ = [
+    "MIXERS",
+    "BayesianLayer",
+    "GatedDeltaNet",
+    "Mamba2",
+    "PalimpsaD",
+    "PalimpsaDAdditive",
+    "PalimpsaM",
+    "ShortConvolution",
+]

@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from ..ops.contract import compute_dtype
+
 
 class ShortConvolution(nn.Module):
     """``y_t = sum_i weight[:, W - 1 - i] x_{t - i} + bias`` over the last W real tokens, per channel.
@@ -61,12 +63,13 @@ class ShortConvolution(nn.Module):
 
     def _convolve(self, window: Tensor) -> Tensor:
         """``[B, W - 1 + T, C] -> [B, T, C]``."""
-        bias = None if self.bias is None else self.bias.to(window.dtype)
-        if window.shape[1] == self.kernel_size:  # one token
-            y = (window * self.weight.T.to(window.dtype)).sum(1, keepdim=True)
-            return y if bias is None else y + bias
+        if window.shape[1] == self.kernel_size:  # one token, its sum in float32 as within a convolution
+            dtype = compute_dtype(window)
+            y = (window.to(dtype) * self.weight.T.to(dtype)).sum(1, keepdim=True)
+            return (y if self.bias is None else y + self.bias.to(dtype)).to(window.dtype)
         if window.shape[1] < self.kernel_size:
             return window[:, :0]
+        bias = None if self.bias is None else self.bias.to(window.dtype)
         y = F.conv1d(window.transpose(1, 2), self.weight[:, None].to(window.dtype), bias, groups=self.channels)
         return y.transpose(1, 2)
 

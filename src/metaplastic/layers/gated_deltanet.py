@@ -78,7 +78,7 @@ class GatedDeltaNet(Mixer):
     def init_state(self, batch: int) -> MixerState:
         shape = (batch, self.num_heads, self.key_size, self.value_size)
         mean = self.A_log.new_zeros(shape, dtype=compute_dtype(self.A_log))
-        return MixerState(self.conv.init_state(batch), DeltaState(mean))
+        return MixerState(self._empty_convolution(batch), DeltaState(mean))
 
     def _project(self, x, state, keep, cu_seqlens) -> Projected:
         projected = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)

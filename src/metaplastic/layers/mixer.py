@@ -90,12 +90,22 @@ class Mixer(nn.Module):
     value_expansion: int = 1  # default value_size of a language model: this many times hidden_size / num_heads
     has_residual: bool = True  # whether D times the values is added to the read-out
 
-    conv: ShortConvolution
+    conv: ShortConvolution | None
     scale: float  # multiplies q
 
     def __init__(
-        self, hidden_size: int, num_heads: int, key_size: int, value_size: int, decay_range, dt_range, backend: str
+        self,
+        hidden_size: int,
+        num_heads: int,
+        key_size: int,
+        value_size: int,
+        decay_range: tuple[float, float],
+        dt_range: tuple[float, float],
+        backend: str,
+        *,
+        decays: int | None = None,
     ):
+        """``decays``: how many a head has, None for one without an axis of its own."""
         super().__init__()
         check_sizes(hidden_size=hidden_size, num_heads=num_heads, key_size=key_size, value_size=value_size)
         for name, (low, high), least in (("decay_range", decay_range, 0.0), ("dt_range", dt_range, 1e-9)):
@@ -104,8 +114,9 @@ class Mixer(nn.Module):
         dispatch.check_name(self.operator, backend)
         self.hidden_size, self.num_heads, self.key_size, self.value_size = hidden_size, num_heads, key_size, value_size
         self.decay_range, self.dt_range, self.backend = tuple(decay_range), tuple(dt_range), backend
-        self.A_log = nn.Parameter(torch.empty(num_heads))
-        self.dt_bias = nn.Parameter(torch.empty(num_heads))
+        shape = (num_heads,) if decays is None else (num_heads, decays)
+        self.A_log = nn.Parameter(torch.empty(shape))
+        self.dt_bias = nn.Parameter(torch.empty(shape))
         if self.has_residual:
             self.D = nn.Parameter(torch.empty(num_heads))
 
@@ -128,7 +139,10 @@ class Mixer(nn.Module):
         shape = (batch, self.num_heads, self.value_size, self.key_size)
         dtype = compute_dtype(self.A_log)
         memory = self.memory_type(*(self.A_log.new_zeros(shape, dtype=dtype) for _ in self.memory_type._fields))
-        return MixerState(self.conv.init_state(batch), memory)
+        return MixerState(self._empty_convolution(batch), memory)
+
+    def _empty_convolution(self, batch: int) -> Tensor:
+        return self.A_log.new_zeros(batch, 0, 0) if self.conv is None else self.conv.init_state(batch)
 
     def gates(
         self,
@@ -221,6 +235,9 @@ class Mixer(nn.Module):
         return x.masked_fill(~keep[..., None], 0), keep
 
     def _convolve(self, x: Tensor, state: MixerState | None, keep: Tensor | None, cu_seqlens) -> tuple[Tensor, Tensor]:
+        """The new state too; without a convolution x itself and an empty state."""
+        if self.conv is None:
+            return x, self._empty_convolution(x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1)
         return self.conv(
             x,
             None if state is None else state.convolution,

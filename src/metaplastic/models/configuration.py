@@ -86,7 +86,7 @@ class MetaplasticConfig(PreTrainedConfig):
                 raise ValueError(
                     f"unknown option {', '.join(map(repr, unknown))} of mixer {name!r}; known: {', '.join(known)}"
                 )
-            backends = ("auto", *BACKENDS[operator_name(name)])
+            backends = ("auto", *BACKENDS[MIXERS[name].operator])
             if (backend := options.get("backend", "auto")) not in backends:
                 raise ValueError(
                     f"backend of mixer {name!r} must be one of {', '.join(map(repr, backends))}, got {backend!r}"
@@ -156,11 +156,6 @@ def _are_names(x: Any) -> bool:
 
 def _are_options(x: Any) -> bool:
     return x is None or (isinstance(x, Mapping) and all(isinstance(options, Mapping) for options in x.values()))
-
-
-def operator_name(mixer: str) -> str:
-    """The operator in ``metaplastic.ops`` that a mixer runs: it is named for the rule, as the rule's file is."""
-    return MIXERS[mixer].memory_type.__module__.rsplit(".", 1)[-1]
 
 
 def mixer_option_names(name: str) -> list[str]:

@@ -18,16 +18,19 @@ import torch
 from torch import nn
 
 from ..layers import ShortConvolution
-from ..rules import AdditiveState, PalimpsaState
+from ..rules import AdditiveState, DeltaState, GaussianState, PalimpsaState
 from .cache import empty_states
 from .configuration import MetaplasticConfig
 from .modeling import MetaplasticForCausalLM
 
 # FLOPs per element of a field, one token: S <- alpha S + v k (3), S q (2); M likewise and M / (J + prior) (1);
-# J <- alpha J + beta k^2 (3), J + prior (1).
+# J <- alpha J + beta k^2 (3), J + prior (1); the delta rule's decay (1), residual (2), write (2), read-out (2), and the
+# filter's for its mean; P <- alpha^2 P + noise (2), P k (2), P - gain u (2).
 MEMORY_FLOPS: dict[type, dict[str, int]] = {
     AdditiveState: {"mean": 5},
     PalimpsaState: {"information": 6, "excess_precision": 4},
+    DeltaState: {"mean": 7},
+    GaussianState: {"mean": 7, "covariance": 6},
 }
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}

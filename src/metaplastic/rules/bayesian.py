@@ -12,9 +12,9 @@ and whose columns share one covariance P [K, K]. Its exact filter (Eqs. 9-13), f
     read-out   y = M^T (scale q),  var = (scale q)^T P (scale q)
 
 ``A = diag(exp(g)) Rot(theta)``: a decay per head (g [...]) or per key (g [..., K]), and with ``rotation`` a turn of the
-key pairs (2j, 2j + 1), the real and imaginary part of a complex diagonal. Groups of value columns may have a noise of
-their own (observation_noise [..., G]): they share k, q and A and carry G covariances. A padded token is g = 0, k = 0,
-process noise 0, rotation 0: an exact identity.
+key pairs (2j, 2j + 1), the real and imaginary part of a complex diagonal (then g may be [..., K / 2]). Groups of value
+columns may have a noise of their own (observation_noise [..., G]): they share k, q and A and carry G covariances.
+A padded token is g = 0, k = 0, process noise 0, rotation 0: an exact identity.
 
 Noises are variances. Shapes: q, k [..., K]; v [..., V]; g and process_noise [...] or [..., K]; observation_noise [...]
 or [..., G]; rotation [..., K / 2] radians; the dots are batch and heads.
@@ -57,10 +57,10 @@ def predict(state: GaussianState, g: Tensor, process_noise: Tensor, rotation: Te
     mean, covariance = state
     key_size, groups = mean.shape[-2], covariance.dim() - mean.dim()  # groups: 1 if there is a group axis
     batch_dims = mean.dim() - 2
+    if rotation is not None and g.dim() > batch_dims and g.shape[-1] != key_size:
+        g = g.repeat_interleave(2, -1)
     decay = (g if g.dim() > batch_dims else g[..., None]).exp()
-    noise = (process_noise if process_noise.dim() > batch_dims else process_noise[..., None]).expand(
-        *mean.shape[:-2], key_size
-    )
+    noise = process_noise if process_noise.dim() > batch_dims else process_noise[..., None].expand_as(mean[..., 0])
     if rotation is not None:
         mean = rotate(mean, rotation)
         turn = rotation[..., None, :] if groups else rotation

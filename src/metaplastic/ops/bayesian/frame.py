@@ -67,7 +67,7 @@ class Frame:
         if self.angle is None:
             return mean, covariance
         last = self.angle[..., -1, :]
-        return rotate(mean, last), rotate(rotate(covariance, last).mT, last).mT
+        return rotate(mean, last), symmetric(rotate(rotate(covariance, last).mT, last))
 
     def return_to(self, mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients of the state after the chunk, into the frame."""
