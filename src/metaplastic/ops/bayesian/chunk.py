@@ -75,24 +75,27 @@ def symmetric(x: Tensor) -> Tensor:
 class Chunk:
     """k ``[n, H, G, C, K]``, v ``[n, H, G, C, V / G]``, mean ``[n, H, G, K, V / G]``, covariance ``[n, H, G, K, K]``.
 
-    Queries q ``[n, H, 1, C, K]`` are shared by the groups. ``factor``: L, if it is known already.
+    Queries q ``[n, H, 1, C, K]`` are shared by the groups. ``whitening``: L^-1, if it is known already.
     """
 
-    def __init__(self, k: Tensor, v: Tensor, decay: Decay, noise: Noise, mean: Tensor, covariance: Tensor, factor=None):
+    def __init__(
+        self, k: Tensor, v: Tensor, decay: Decay, noise: Noise, mean: Tensor, covariance: Tensor, whitening=None
+    ):
         self.k, self.v, self.decay, self.noise, self.mean, self.covariance = k, v, decay, noise, mean, covariance
         self.entered = decay.entry * k  # Kg
         self.spread = self.entered @ covariance  # W
         self.gathered = noise.times(k)  # y
-        if factor is None:
+        if whitening is None:
             known = (self.spread @ self.entered.mT + decay.pairs(k, self.gathered)).tril()
             identity = torch.eye(k.shape[-2], dtype=k.dtype, device=k.device)
             factor, info = torch.linalg.cholesky_ex(known + known.tril(-1).mT + identity)
             # An observation noise below what this dtype resolves shows as NaN instead of a plausible wrong number.
             factor = factor.where((info == 0)[..., None, None], torch.nan)
-        self.factor = factor
-        sides = torch.cat([v - self.entered @ mean, decay.last * self.spread + decay.tail * self.gathered], -1)
-        solved = torch.linalg.solve_triangular(factor, sides, upper=False)
-        self.innovation, self.gain = solved.split([v.shape[-1], k.shape[-1]], -1)  # e, U
+            # Its pivots are at least 1, so the inverse is safe, and products are faster than solves.
+            whitening = torch.linalg.solve_triangular(factor, identity.expand_as(factor), upper=False)
+        self.whitening = whitening
+        self.innovation = whitening @ (v - self.entered @ mean)  # e
+        self.gain = whitening @ (decay.last * self.spread + decay.tail * self.gathered)  # U
 
     def final(self) -> tuple[Tensor, Tensor]:
         """Mean and covariance after the chunk."""
@@ -103,7 +106,7 @@ class Chunk:
     def _weights(self, entered: Tensor, q: Tensor) -> Tensor:
         """Z: how much each token's read-out takes of each earlier innovation."""
         crossed = (entered @ self.spread.mT).tril() + self.decay.pairs(q, self.gathered)
-        return torch.linalg.solve_triangular(self.factor, crossed.mT, upper=False).mT.tril()
+        return (crossed @ self.whitening.mT).tril()
 
     def read(self, q: Tensor, want_variance: bool) -> tuple[Tensor, Tensor | None]:
         """Output ``[n, H, G, C, V / G]`` and variance ``[n, H, G, C]``."""
@@ -123,7 +126,7 @@ class Chunk:
         For lower-triangular L, tril(L^T tril(L^-T H)) = tril(H), so all of them together send H, the sum of the
         products of each solution with its gradient, to A.
         """
-        k, decay, factor, gain, innovation = self.k, self.decay, self.factor, self.gain, self.innovation
+        k, decay, whitening, gain, innovation = self.k, self.decay, self.whitening, self.gain, self.innovation
         d_covariance = symmetric(d_covariance)
         entered_q = decay.entry * q
         weights = self._weights(entered_q, q)
@@ -134,13 +137,9 @@ class Chunk:
             d_weights = d_weights - 2 * d_variance[..., None] * weights
         products = (d_gain @ gain.mT + d_innovation @ innovation.mT + d_weights.mT @ weights).tril()
         products = products + products.tril(-1).mT
-        upper = factor.mT
-        width = innovation.shape[-1]
-        d_known = torch.linalg.solve_triangular(upper, products, upper=True)
-        d_known = -0.5 * torch.linalg.solve_triangular(upper, d_known.mT, upper=True)
-        sides = torch.linalg.solve_triangular(upper, torch.cat([d_innovation, d_gain], -1), upper=True)
-        d_residual, d_sent = sides.split([width, k.shape[-1]], -1)  # dV, dB
-        d_crossed = torch.linalg.solve_triangular(factor, d_weights, upper=False, left=False).tril()  # dX
+        d_known = -0.5 * whitening.mT @ products @ whitening
+        d_residual, d_sent = whitening.mT @ d_innovation, whitening.mT @ d_gain  # dV, dB
+        d_crossed = (d_weights @ whitening).tril()  # dX
         d_spread = d_crossed.mT @ entered_q + decay.last * d_sent + d_known @ self.entered
         d_entered_k = d_known @ self.spread + d_spread @ self.covariance - d_residual @ self.mean.mT
         d_entered_q = d_output @ self.mean.mT + d_crossed @ self.spread

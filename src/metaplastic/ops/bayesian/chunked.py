@@ -1,6 +1,6 @@
 """The chunked backend: the exact chunk form (``chunk.py``) in plain PyTorch, on any device, chunk after chunk.
 
-For the backward pass the entry state and the Cholesky factor of every chunk are kept; everything else is recomputed.
+For the backward pass the entry state and the inverse Cholesky factor of every chunk are kept, all else is recomputed.
 """
 
 import torch
@@ -98,7 +98,7 @@ def _filter(
             if spread is not None:
                 plan.put(variance, c, spread[..., None])
             if keep:
-                for pieces, x in zip(kept, (*entry, _padded(chunk.factor, plan.chunks.size)), strict=True):
+                for pieces, x in zip(kept, (*entry, _padded(chunk.whitening, plan.chunks.size)), strict=True):
                     pieces.append(x.clone())
             for s, new in zip(state, frame.leave(*chunk.final()), strict=True):
                 s[rows] = new
@@ -110,9 +110,9 @@ def _filter(
         return output, variance, mean, covariance, *saved
 
 
-def _padded(factor: Tensor, size: int) -> Tensor:
+def _padded(x: Tensor, size: int) -> Tensor:
     """The last chunk may be shorter."""
-    return F.pad(factor, (0, size - factor.shape[-1], 0, size - factor.shape[-1]))
+    return F.pad(x, (0, size - x.shape[-1], 0, size - x.shape[-1]))
 
 
 def _room(plan: "_Plan", q: Tensor, v: Tensor, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -122,7 +122,7 @@ def _room(plan: "_Plan", q: Tensor, v: Tensor, keep: bool) -> tuple[Tensor, Tens
 
 
 def _saved_shapes(q, v, rows, groups, size, packed, dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Room for entry means, entry covariances and factors of every chunk of every sequence; ``size`` 0: none."""
+    """Room for entry means, entry covariances and whitenings of every chunk of every sequence; ``size`` 0: none."""
     heads, keys = q.shape[2], q.shape[3]
     count = 0
     if size:
@@ -151,7 +151,7 @@ def _(q, k, v, g, process_noise, observation_noise, rotation, mean, covariance, 
 def _adjoint(
     d_output: Tensor, d_variance: Optional, d_mean: Optional, d_covariance: Optional,
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, process_noise: Tensor, observation_noise: Tensor, rotation: Optional,
-    mean: Tensor, covariance: Tensor, means: Tensor, covariances: Tensor, factors: Tensor,
+    mean: Tensor, covariance: Tensor, means: Tensor, covariances: Tensor, whitenings: Tensor,
     cu_seqlens: Optional, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     with full_precision(q.device):
@@ -172,7 +172,7 @@ def _adjoint(
             begin = end - _count(rows, plan.rows)
             frame = Frame(plan.take(c))
             length = frame.k.shape[-2]
-            chunk = frame.enter(means[begin:end], covariances[begin:end], factors[begin:end, ..., :length, :length])
+            chunk = frame.enter(means[begin:end], covariances[begin:end], whitenings[begin:end, ..., :length, :length])
             dy = plan.chunks.take(d_output, c).permute(0, 2, 3, 1, 4)
             dv = None
             if d_variance is not None:
@@ -196,7 +196,7 @@ def _count(rows: slice | Tensor, total: int) -> int:
 @_adjoint.register_fake
 def _(
     d_output, d_variance, d_mean, d_covariance, q, k, v, g, process_noise, observation_noise, rotation,
-    mean, covariance, means, covariances, factors, cu_seqlens, scale,
+    mean, covariance, means, covariances, whitenings, cu_seqlens, scale,
 ):  # fmt: skip
     inputs = (q, k, v, g, process_noise, observation_noise, rotation)
     like = (q.new_empty(0) if x is None else x.new_empty(x.shape) for x in inputs)
@@ -210,12 +210,12 @@ def _setup_context(ctx, inputs, output):
 
 
 def _differentiate(ctx, d_output, d_variance, d_mean, d_covariance, *_):
-    *inputs, cu_seqlens, means, covariances, factors = ctx.saved_tensors
+    *inputs, cu_seqlens, means, covariances, whitenings = ctx.saved_tensors
     if d_output is None:
         d_output = inputs[0].new_zeros(inputs[2].shape)
     gradients = _adjoint(
         d_output, d_variance if ctx.output_variance else None, d_mean, d_covariance,
-        *inputs, means, covariances, factors, cu_seqlens, ctx.scale,
+        *inputs, means, covariances, whitenings, cu_seqlens, ctx.scale,
     )  # fmt: skip
     wanted = [d if x is not None else None for d, x in zip(gradients, inputs, strict=True)]
     return *wanted, None, None, None, None

@@ -59,8 +59,8 @@ class Frame:
         cos, sin = (2 * self.angle).cos(), (2 * self.angle).sin()
         return Noise(torch.stack([mean - half * cos, mean + half * cos], -1).flatten(-2), half * sin)
 
-    def enter(self, mean: Tensor, covariance: Tensor, factor: Tensor | None = None) -> Chunk:
-        return Chunk(self.k, self.v, self.decay, self.noise, mean, covariance, factor)
+    def enter(self, mean: Tensor, covariance: Tensor, whitening: Tensor | None = None) -> Chunk:
+        return Chunk(self.k, self.v, self.decay, self.noise, mean, covariance, whitening)
 
     def leave(self, mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
         """The state after the chunk, out of the frame."""
