@@ -78,7 +78,7 @@ def test_state_is_a_value_and_checked():
     assert torch.equal(start, before)
     with pytest.raises(ValueError, match=r"state must be \[2, 3, 6\], got \[1, 3, 6\]"):
         conv(x, start[:1])
-    with pytest.raises(ValueError, match="kernel_size must be >= 1"):
+    with pytest.raises(ValueError, match="kernel_size must be an integer >= 1, got 0"):
         ShortConvolution(4, 0)
 
 

@@ -305,6 +305,22 @@ def test_compiles_to_one_graph(kind):
                 torch.testing.assert_close(compiled(x, state)[0], layer(x, state)[0], rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_inductor_compiles_training(kind):
+    """PyTorch's own compiler at symbolic sizes, which keeps other tensors for the backward pass than eager does."""
+    torch._dynamo.reset()
+    layer = make(kind, dtype=torch.float32)
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True)
+    for batch, length in ((2, 40), (3, 25)):
+        x = inputs(batch, length, dtype=torch.float32).requires_grad_()
+        y, expected = compiled(x)[0], layer(x)[0]
+        torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5)
+        wanted = gradients(expected.square().sum(), x, *trained(layer))
+        for a, b in zip(gradients(y.square().sum(), x, *trained(layer)), wanted, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4 * max(1.0, b.abs().max().item()))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_gates_replay_the_memory(kind):
     """gates(x) are the rule's inputs: scanning the rule over them gives the layer's own memory."""

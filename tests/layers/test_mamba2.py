@@ -106,6 +106,19 @@ def test_bfloat16_is_as_close_to_float64_as_theirs():
     assert (found - exact).norm() < 1.5 * (wanted - exact).norm()
 
 
+@pytest.mark.parametrize("cls", [layers.Mamba2, layers.PalimpsaM])
+@pytest.mark.parametrize("scale", [1, 10, 100, 1000])
+def test_float16_does_not_overflow_before_the_norm(cls, scale):
+    """The read-out of unnormalised keys and queries may exceed 65,504; the norm brings it back."""
+    theirs, ours, _ = pair(cls, groups=2)
+    silent(ours)
+    x = scale * torch.randn(2, 20, WIDTH)
+    exact = theirs.double()(x.double())
+    y = ours.half()(x.half())[0]
+    assert y.dtype == torch.float16
+    assert (y.double() - exact).norm() < 2e-2 * exact.norm()
+
+
 @pytest.mark.parametrize("norm_groups", [1, 2, 8])
 def test_norm_variants(norm_groups):
     """Groups of the norm are blocks of the width, each normalised after the gate."""
@@ -175,7 +188,13 @@ def test_mamba2_is_the_limit_of_small_evidence_only():
         ({"norm_groups": 3}, "norm_groups must divide num_heads \\* value_size = 20, got 3"),
         ({"dt_limit": (1.0, 0.5)}, "dt_limit must be"),
         ({"backend": "cdu"}, "backend must be one of .*got 'cdu'"),
-        ({"prior": -1.0}, "prior must be > 0, got -1"),
+        ({"dt_limit": "auto"}, "dt_limit must be \\(low, high\\) .*got 'auto'"),
+        ({"conv_size": 2.5}, "conv_size must be an integer >= 1, got 2.5"),
+        ({"conv_bias": "no"}, "conv_bias must be True or False, got 'no'"),
+        ({"train_prior": "no"}, "train_prior must be True or False, got 'no'"),
+        ({"prior": float("inf")}, "prior must be > 0 and finite, got inf"),
+        ({"norm_eps": -1.0}, "norm_eps must be > 0 and finite, got -1"),
+        ({"prior": -1.0}, "prior must be > 0 and finite, got -1"),
     ],
 )
 def test_bad_options(change, message):

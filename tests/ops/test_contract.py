@@ -93,12 +93,7 @@ def test_layouts(op, backend):
     here(op, backend)
     inputs = accuracy.example(op, Case(), torch.float64)
     expected = torch.autograd.grad(call(op, inputs, backend=backend).output.sum(), [inputs["q"], inputs["k"]])
-    strided = {
-        n: x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
-        if isinstance(x, torch.Tensor) and x.dim() > 2
-        else x
-        for n, x in inputs.items()
-    }
+    strided = {n: scattered(x) if isinstance(x, torch.Tensor) and x.dim() > 2 else x for n, x in inputs.items()}
     assert not strided["q"].is_contiguous()
     found = torch.autograd.grad(call(op, strided, backend=backend).output.sum(), [strided["q"], strided["k"]])
     for a, b in zip(found, expected, strict=True):
@@ -231,12 +226,19 @@ def test_nothing_is_said_of_variance_unless_asked():
     assert call("palimpsa", inputs).variance is None
 
 
+def scattered(x):
+    return x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
+
+
+@pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize(("op", "backend"), [p for p in PAIRS if p[1] != "reference"])
-def test_registered_as_a_proper_custom_op(op, backend):
+def test_registered_as_a_proper_custom_op(op, backend, strided):
     """Schema, fake tensors and autograd registration, as torch.library checks them."""
     here(op, backend)
     for case in (Case(length=12), Case(batch=1, length=20, offsets=(0, 7, 7, 16))):
         inputs = accuracy.example(op, case, torch.float32)
+        if strided:  # results are contiguous whatever the inputs
+            inputs = {n: scattered(x) if isinstance(x, torch.Tensor) and x.dim() > 2 else x for n, x in inputs.items()}
         states = list(inputs["initial_state"])
         names = {
             "palimpsa": ("q", "k", "w", "beta", "g", "prior"),

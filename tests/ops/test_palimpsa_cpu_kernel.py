@@ -102,12 +102,28 @@ def test_long_compilation_is_announced_once(monkeypatch, caplog, place):
         time.sleep(0.3)
 
     kernel.stats = SimpleNamespace(cache_path=place)
+    kernel.__name__ = "backward_kernel"
     with caplog.at_level(logging.WARNING, logger="metaplastic"):
-        cpu._compile(kernel, "variant", "argument")
-        cpu._compile(kernel, "variant", "argument")
+        cpu._compile(kernel, (torch.float64, True), "argument")
+        cpu._compile(kernel, (torch.float64, True), "argument")
     assert calls == [("argument", 0, 0)]
     assert len(caplog.records) == 1
     assert (place or "no folder") in caplog.text
+    assert "backward, float64, with variance" in caplog.text
+
+
+def test_every_variant_has_a_name_of_its_own(monkeypatch):
+    """As many announcements as compilations, no two alike."""
+    ran = []
+    monkeypatch.setattr(cpu, "_run", lambda kernel, variant, *_: ran.append((kernel, variant)))
+    for dtype in (torch.float32, torch.float64):
+        for length in (1, 5):
+            d_output, inputs = problem(length=length, heads=1, keys=4, values=4)
+            d_output, inputs = d_output.to(dtype), [x.to(dtype) if torch.is_tensor(x) else x for x in inputs]
+            for variance in (True, False):
+                cpu.forward(*inputs, variance)
+                cpu.backward(d_output, d_output if variance else None, None, None, *inputs)
+    assert len(set(ran)) == len({cpu._describe(*each) for each in ran}) == 12
 
 
 def test_kernels_work_without_a_folder_to_cache_in(monkeypatch):

@@ -23,7 +23,7 @@ from ..ops.contract import compute_dtype
 from ..rules import GaussianState
 from ..rules import bayesian as rule
 from .convolution import ShortConvolution
-from .mixer import BayesianGates, Mixer, MixerState, Projected, l2_normalize
+from .mixer import BayesianGates, Mixer, MixerState, Projected, check_flags, check_positive, check_sizes, l2_normalize
 
 DECAYS, NOISES = ("head", "key"), ("coupled", "free")
 
@@ -72,9 +72,14 @@ class BayesianLayer(Mixer):
         for name, value, known in (("decay", decay, DECAYS), ("process_noise", process_noise, NOISES)):
             if value not in known:
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}")
+        check_flags(rotation=rotation)
+        check_positive(norm_eps=norm_eps)
+        check_sizes(key_size=key_size, value_size=value_size, conv_size=1 if conv_size is None else conv_size)
+        if noise_groups is not None:
+            check_sizes(noise_groups=noise_groups)
         if rotation and key_size % 2:
             raise ValueError(f"key_size must be even with rotation, got {key_size}")
-        if noise_groups is not None and (noise_groups < 1 or value_size % noise_groups):
+        if noise_groups is not None and value_size % noise_groups:
             raise ValueError(f"noise_groups must divide value_size = {value_size}, got {noise_groups}")
         decays = None if decay == "head" else key_size // 2 if rotation else key_size
         super().__init__(hidden_size, num_heads, key_size, value_size, decay_range, dt_range, backend, decays=decays)
@@ -139,12 +144,12 @@ class BayesianLayer(Mixer):
         if self.process_proj is not None and self.process_bias is not None:
             process = F.softplus(self.process_proj(x).to(dtype) + self.process_bias.to(dtype))
         else:
-            process = -torch.expm1(2 * g) * (stationary if self.decays is None else stationary[:, None])
-            if self.rotation and self.decays is not None:
-                process = process.repeat_interleave(2, -1)
+            per_key = g.repeat_interleave(2, -1) if self.rotation and self.decays is not None else g
+            process = -torch.expm1(2 * per_key) * (stationary if self.decays is None else stationary[:, None])
         angle = None
         if self.angle_proj is not None:
-            angle = self.angle_proj(x).to(dtype).unflatten(-1, (self.num_heads, -1))
+            # Any elementwise operation: Inductor cannot keep a bare view for the backward pass at symbolic sizes.
+            angle = -(-self.angle_proj(x).to(dtype).unflatten(-1, (self.num_heads, -1)))
         if keep is not None:
             pad = ~keep[..., None]
             k, g, process = (_silent(z, pad) for z in (k, g, process))

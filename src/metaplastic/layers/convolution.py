@@ -19,8 +19,9 @@ class ShortConvolution(nn.Module):
 
     def __init__(self, channels: int, kernel_size: int = 4, *, bias: bool = False):
         super().__init__()
-        if channels < 1 or kernel_size < 1:
-            raise ValueError(f"channels and kernel_size must be >= 1, got {channels} and {kernel_size}")
+        for name, size in (("channels", channels), ("kernel_size", kernel_size)):
+            if not isinstance(size, int) or size < 1:
+                raise ValueError(f"{name} must be an integer >= 1, got {size!r}")
         self.channels, self.kernel_size = channels, kernel_size
         self.weight = nn.Parameter(torch.empty(channels, kernel_size))
         self.bias = nn.Parameter(torch.empty(channels)) if bias else None
@@ -71,7 +72,7 @@ class ShortConvolution(nn.Module):
             return window[:, :0]
         bias = None if self.bias is None else self.bias.to(window.dtype)
         y = F.conv1d(window.transpose(1, 2), self.weight[:, None].to(window.dtype), bias, groups=self.channels)
-        return y.transpose(1, 2)
+        return y.transpose(1, 2).contiguous()  # channels last, as all that follows has it
 
     def _padded(self, x: Tensor, state: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Moves the real tokens of each row to its front, convolves, and puts them back."""

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..rules import PalimpsaState
-from .mixer import Mixer, PalimpsaGates
+from .mixer import Mixer, PalimpsaGates, check_flags, check_positive, check_range, check_sizes
 
 
 class Evidence(Mixer):
@@ -39,13 +39,12 @@ class Evidence(Mixer):
         train_prior: bool = False,
         **kwargs,
     ):
-        if not prior > 0:
-            raise ValueError(f"prior must be > 0, got {prior}")
-        if beta_rank is not None and beta_rank < 1:
-            raise ValueError(f"beta_rank must be >= 1, got {beta_rank}")
-        if not beta_scale_range[0] <= beta_scale_range[1]:
-            raise ValueError(f"beta_scale_range must be (low, high) with low <= high, got {beta_scale_range}")
-        self._beta_rank, self._beta_scale_range = beta_rank, tuple(beta_scale_range)
+        check_positive(prior=prior)
+        check_flags(train_prior=train_prior)
+        if beta_rank is not None:
+            check_sizes(beta_rank=beta_rank)
+        self._beta_rank = beta_rank
+        self._beta_scale_range = check_range("beta_scale_range", beta_scale_range, -math.inf)
         self._prior, self._train_prior = prior, train_prior
         super().__init__(*args, **kwargs)
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..ops.contract import compute_dtype
 from .convolution import ShortConvolution
-from .mixer import Mixer, Projected, check_sizes
+from .mixer import Mixer, Projected, check_flags, check_positive, check_range, check_sizes, repeat_heads
 
 
 class GatedRMSNorm(nn.Module):
@@ -84,7 +84,9 @@ class Mamba2(Mixer):
         backend: str = "auto",
     ):
         super().__init__(hidden_size, num_heads, key_size, value_size, decay_range, dt_range, backend)
-        check_sizes(num_groups=num_groups)
+        check_sizes(num_groups=num_groups, conv_size=conv_size)
+        check_flags(conv_bias=conv_bias, bias=bias)
+        check_positive(norm_eps=norm_eps)
         norm_groups = num_groups if norm_groups is None else norm_groups
         check_sizes(norm_groups=norm_groups)
         if num_heads % num_groups:
@@ -92,9 +94,8 @@ class Mamba2(Mixer):
         width = num_heads * value_size
         if width % norm_groups:
             raise ValueError(f"norm_groups must divide num_heads * value_size = {width}, got {norm_groups}")
-        if not 0 <= dt_limit[0] <= dt_limit[1]:
-            raise ValueError(f"dt_limit must be (low, high) with 0 <= low <= high, got {tuple(dt_limit)}")
-        self.num_groups, self.dt_limit, self.scale = num_groups, tuple(dt_limit), 1.0
+        self.dt_limit = check_range("dt_limit", dt_limit, 0.0, unbounded=True)
+        self.num_groups, self.scale = num_groups, 1.0
         mixed = width + 2 * num_groups * key_size
         self.in_proj = nn.Linear(hidden_size, width + mixed + num_heads, bias=bias)
         self.conv = ShortConvolution(mixed, conv_size, bias=conv_bias)
@@ -107,11 +108,12 @@ class Mamba2(Mixer):
         width, keys = self.num_heads * self.value_size, self.num_groups * self.key_size
         output_gate, mixed, dt = self.in_proj(x).split([width, width + 2 * keys, self.num_heads], -1)
         mixed, convolution = self._convolve(mixed, state, keep, cu_seqlens)
-        u, k, q = F.silu(mixed).split([width, keys, keys], -1)
+        u, k, q = mixed.split([width, keys, keys], -1)
         q, k = (z.unflatten(-1, (self.num_groups, self.key_size)) for z in (q, k))
-        if self.num_groups != self.num_heads:
-            q, k = (z.repeat_interleave(self.num_heads // self.num_groups, 2) for z in (q, k))
-        u = u.unflatten(-1, (self.num_heads, self.value_size))
+        q, k = (F.silu(repeat_heads(z, self.num_heads)) for z in (q, k))
+        if q.dtype == torch.float16:  # unnormalised keys and queries: the read-out may exceed it before the norm
+            q = q.float()
+        u = F.silu(u).unflatten(-1, (self.num_heads, self.value_size))
         dtype = compute_dtype(x)  # steps and decays are at least float32, whatever the activations
         dt = F.softplus(dt.to(dtype) + self.dt_bias.to(dtype)).clamp(*self.dt_limit)
         if keep is not None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..ops import dispatch
-from ..ops.contract import check_mask, check_packing, compute_dtype, inside_sequences
+from ..ops.contract import check_mask, check_packing, compute_dtype, inside_sequences, read_offsets
 from ..rules import AdditiveState, DeltaState, GaussianState, PalimpsaState
 from .convolution import ShortConvolution
 
@@ -108,12 +108,10 @@ class Mixer(nn.Module):
         """``decays``: how many a head has, None for one without an axis of its own."""
         super().__init__()
         check_sizes(hidden_size=hidden_size, num_heads=num_heads, key_size=key_size, value_size=value_size)
-        for name, (low, high), least in (("decay_range", decay_range, 0.0), ("dt_range", dt_range, 1e-9)):
-            if not least <= low <= high:
-                raise ValueError(f"{name} must be (low, high) with {least:g} <= low <= high, got {(low, high)}")
         dispatch.check_name(self.operator, backend)
         self.hidden_size, self.num_heads, self.key_size, self.value_size = hidden_size, num_heads, key_size, value_size
-        self.decay_range, self.dt_range, self.backend = tuple(decay_range), tuple(dt_range), backend
+        self.decay_range = check_range("decay_range", decay_range, 0.0)
+        self.dt_range, self.backend = check_range("dt_range", dt_range, 1e-9), backend
         shape = (num_heads,) if decays is None else (num_heads, decays)
         self.A_log = nn.Parameter(torch.empty(shape))
         self.dt_bias = nn.Parameter(torch.empty(shape))
@@ -220,6 +218,8 @@ class Mixer(nn.Module):
         if mask is not None and cu_seqlens is not None:
             raise ValueError("give mask (padded batch) or cu_seqlens (packed sequences), not both")
         check_packing(type(self).__name__, cu_seqlens, x.shape[0])
+        if cu_seqlens is not None and cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+            read_offsets(type(self).__name__, cu_seqlens, x.shape[1])
         if mask is not None:
             check_mask("mask", mask)
         if mask is not None and mask.shape != x.shape[:2]:
@@ -246,13 +246,48 @@ class Mixer(nn.Module):
         )
 
 
-def check_sizes(**sizes: int) -> None:
+def check_sizes(**sizes: Any) -> None:
     for name, size in sizes.items():
-        if not isinstance(size, int) or size < 1:
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise ValueError(f"{name} must be an integer >= 1, got {size!r}")
+
+
+def check_flags(**flags: Any) -> None:
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise ValueError(f"{name} must be True or False, got {flag!r}")
+
+
+def check_positive(**numbers: Any) -> None:
+    for name, x in numbers.items():
+        if not _is_number(x) or not 0 < x < math.inf:
+            raise ValueError(f"{name} must be > 0 and finite, got {x!r}")
+
+
+def check_range(name: str, given: Any, least: float, *, unbounded: bool = False) -> tuple[float, float]:
+    """``given`` as (low, high) with least <= low <= high, high finite unless ``unbounded``."""
+    pair = tuple(given) if isinstance(given, (tuple, list)) else ()
+    if len(pair) != 2 or not all(map(_is_number, pair)) or not least <= pair[0] <= pair[1]:
+        raise ValueError(f"{name} must be (low, high) with {least:g} <= low <= high, got {given!r}")
+    if not unbounded and pair[1] == math.inf:
+        raise ValueError(f"{name} must be finite, got {given!r}")
+    return pair
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, (int, float)) and not isinstance(x, bool)
 
 
 def l2_normalize(x: Tensor) -> Tensor:
     """``x / |x|`` over the last axis in float32; a zero vector stays zero and has a finite gradient."""
     y = x.to(compute_dtype(x))
     return (y * torch.rsqrt(y.square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+def repeat_heads(x: Tensor, heads: int) -> Tensor:
+    """``[B, T, G, K]`` -> ``[B, T, heads, K]``, each of the G repeated next to itself.
+
+    To be followed by an elementwise operation: with symbolic sizes Inductor cannot keep a bare repetition for the
+    backward pass.
+    """
+    return x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], 2)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..ops.contract import compute_dtype
 from .convolution import ShortConvolution
 from .evidence import Evidence
-from .mixer import Mixer, Projected, check_sizes, l2_normalize
+from .mixer import Mixer, Projected, check_positive, check_sizes, l2_normalize, repeat_heads
 
 
 class PalimpsaDAdditive(Mixer):
@@ -54,7 +54,8 @@ class PalimpsaDAdditive(Mixer):
     ):
         super().__init__(hidden_size, num_heads, key_size, value_size, decay_range, dt_range, backend)
         num_key_heads = num_heads if num_key_heads is None else num_key_heads
-        check_sizes(num_key_heads=num_key_heads)
+        check_sizes(num_key_heads=num_key_heads, conv_size=conv_size)
+        check_positive(norm_eps=norm_eps)
         if num_heads % num_key_heads:
             raise ValueError(f"num_key_heads must divide num_heads = {num_heads}, got {num_key_heads}")
         self.num_key_heads, self.scale = num_key_heads, key_size**-0.5
@@ -76,9 +77,8 @@ class PalimpsaDAdditive(Mixer):
         mixed, convolution = self._convolve(projected, state, keep, cu_seqlens)
         keys, values = self.num_key_heads * self.key_size, self.num_heads * self.value_size
         q, k, u = F.silu(mixed).split([keys, keys, values], -1)
-        q, k = (l2_normalize(z.unflatten(-1, (self.num_key_heads, self.key_size))) for z in (q, k))
-        if self.num_key_heads != self.num_heads:
-            q, k = (z.repeat_interleave(self.num_heads // self.num_key_heads, 2) for z in (q, k))
+        q, k = (z.unflatten(-1, (self.num_key_heads, self.key_size)) for z in (q, k))
+        q, k = (l2_normalize(repeat_heads(z, self.num_heads)) for z in (q, k))
         u = u.unflatten(-1, (self.num_heads, self.value_size))
         strength = torch.sigmoid(self.strength_proj(x))[..., None]
         dtype = compute_dtype(x)  # decays are at least float32, whatever the activations

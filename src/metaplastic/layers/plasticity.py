@@ -16,6 +16,7 @@ A layer whose prior is not 1 writes w / prior; no ablation does, and :func:`abla
 """
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -88,6 +89,8 @@ def set_plasticity(module: nn.Module, value: Dials, layers: Sequence[str] | None
         if layers is not None:
             raise ValueError("layers must be None when value names the layers itself")
         values = dict(zip(_choose(dials, list(value)), value.values(), strict=True))
+    elif isinstance(value, str):
+        raise TypeError(f"value must be numbers, got the string {value!r}")
     elif isinstance(value, Sequence):
         if len(value) != len(dials):
             raise ValueError(f"value must have one entry per layer, {len(dials)}, got {len(value)}")
@@ -101,8 +104,8 @@ def set_plasticity(module: nn.Module, value: Dials, layers: Sequence[str] | None
 
 def scale_plasticity(module: nn.Module, factor: float, layers: Sequence[str] | None = None) -> PlasticityChange:
     """Multiplies the dials by ``factor`` >= 0; as :func:`set_plasticity`."""
-    if not factor >= 0:
-        raise ValueError(f"factor must be >= 0, got {factor}")
+    if not isinstance(factor, (int, float)) or not 0 <= factor < math.inf:
+        raise ValueError(f"factor must be a finite number >= 0, got {factor!r}")
     return set_plasticity(module, {n: _dial(b) * factor for n, b in _choose(_dials(module), layers).items()})
 
 
@@ -119,8 +122,8 @@ def draw_plasticity(
 
     U(0.1, 1) are dials of 0.74 to 1.31, so this changes the function at once; the paper fine-tunes from there.
     """
-    if not low <= high:
-        raise ValueError(f"low must be <= high, got {low} and {high}")
+    if not -math.inf < low <= high < math.inf:
+        raise ValueError(f"low must be <= high, both finite, got {low} and {high}")
     dials = _choose(_dials(module), layers).values()
     drawn = [torch.rand(b.shape, generator=generator, dtype=torch.float64) * (high - low) + low for b in dials]
     return _write(list(zip(dials, drawn, strict=True)))
@@ -140,6 +143,8 @@ def metaplastic_form(layer: nn.Module, *, plasticity: Dial | None = None, **opti
     found = [c for c in MIXERS.values() if issubclass(c, type(layer)) and issubclass(c, Evidence)]
     if isinstance(layer, Evidence) or len(found) != 1:
         raise TypeError(f"layer must be an ablation ({', '.join(_ablations())}), got {type(layer).__name__}")
+    if strange := sorted(set(options) & set(inspect.signature(type(layer)).parameters)):
+        raise ValueError(f"{strange[0]} is given by the layer: leave it out, got {options[strange[0]]!r}")
     if options.get("prior", 1.0) != 1.0:
         raise ValueError(f"prior must be 1 to keep the writes, got {options['prior']}: divide the plasticity by it")
     new = _rebuild(layer, found[0], _arguments(layer, type(layer)) | options)

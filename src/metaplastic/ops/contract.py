@@ -80,7 +80,11 @@ def check_mask(name: str, mask: Any) -> None:
     """A mask is a tensor that is non-zero at real tokens; additive masks (0 and -inf) would be read inverted."""
     if not isinstance(mask, Tensor):
         raise TypeError(f"{name} must be a tensor, non-zero at real tokens, got {type(mask).__name__}")
-    if mask.is_floating_point() and not torch.compiler.is_compiling():
+    if mask.is_complex():
+        raise TypeError(f"{name} must be bool, integer or floating point, got {mask.dtype}")
+    if torch.compiler.is_compiling():  # values cannot be looked at
+        require(not mask.is_floating_point(), f"{name} must be bool or integer under torch.compile, got {mask.dtype}")
+    elif mask.dtype != torch.bool:
         check_at_least(name, "values", mask, 0.0, "non-zero at real tokens; additive masks are not taken")
 
 
@@ -113,8 +117,10 @@ def check_state(op: str, state: Any, kind: type, shapes: tuple[tuple[int, ...], 
 
 
 def readable(x: Tensor) -> bool:
-    """Whether looking at values neither stalls a device nor is impossible."""
-    return x.numel() > 0 and (x.device.type == "cpu" or _debug_checks) and x.device.type != "meta"
+    """Whether looking at values is possible and stalls no device."""
+    if torch.compiler.is_compiling() or x.numel() == 0 or x.device.type == "meta":
+        return False
+    return x.device.type == "cpu" or _debug_checks
 
 
 def check_at_most(op: str, name: str, x: Tensor, bound: float, meaning: str) -> None:

@@ -5,6 +5,7 @@ device and the dtype, is installed and is not on the machine's block list, and w
 The block list is a JSON file written by ``metaplastic doctor`` when a backend fails its check (:func:`block`).
 """
 
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -12,7 +13,7 @@ import json
 import os
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,6 +63,8 @@ def block_list_path() -> Path:
 def _blocked() -> frozenset[str]:
     path = block_list_path()
     try:
+        if not _heeded:
+            return frozenset()
         return frozenset(json.loads(path.read_text()))
     except FileNotFoundError:
         return frozenset()
@@ -80,11 +83,36 @@ def block(configurations: dict[str, str]) -> Path:
     path = block_list_path()
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
-        json.dump(configurations, file, indent=1)
-    os.replace(file.name, path)
+        try:
+            json.dump(configurations, file, indent=1)
+            file.close()
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise
+    _forget()
+    return path
+
+
+def _forget() -> None:
     _blocked.cache_clear()
     _choose.cache_clear()
-    return path
+
+
+_heeded = True
+
+
+@contextlib.contextmanager
+def block_list_ignored() -> Iterator[None]:
+    """Within it, this process may run what is on the list, to check it once more; the list stays as it is."""
+    global _heeded
+    _heeded = False
+    _forget()
+    try:
+        yield
+    finally:
+        _heeded = True
+        _forget()
 
 
 def reason_against(op: str, backend: str, device: str, dtype: torch.dtype) -> str | None:
@@ -136,12 +164,15 @@ def load(op: str, backend: str) -> Callable:
     return getattr(importlib.import_module(module), function)
 
 
-_functions: dict[str, Callable] = {}
+# A dictionary for each operator, complete for a device when first read: what torch.compile has once looked at while
+# tracing, it does not see grow.
+_functions: dict[str, dict[str, Callable]] = {op: {} for op in BACKENDS}
 
 
 def resolve(op: str, backend: str, device: str, dtype: torch.dtype) -> Callable:
     """The function to call for ``backend`` ("auto" or a name) on this device and dtype; raises if it cannot run."""
-    return _functions[_resolve(op, backend, device, dtype)]
+    backend = _resolve(op, backend, device, dtype)
+    return _functions[op][backend]
 
 
 def _resolve(op: str, backend: str, device: str, dtype: torch.dtype) -> str:
@@ -150,9 +181,11 @@ def _resolve(op: str, backend: str, device: str, dtype: torch.dtype) -> str:
     elif check_name(op, backend) and (reason := reason_against(op, backend, device, dtype)) is not None:
         raise RuntimeError(f"ops.{op}: backend {backend!r} {reason}")
     _used.setdefault(op, set()).add(backend)
-    name = f"{op}/{backend}"
-    _functions[name] = load(op, backend)
-    return name
+    if backend not in _functions[op]:
+        for name in BACKENDS[op]:
+            if name == backend or reason_against(op, name, device, dtype) is None:
+                _functions[op][name] = load(op, name)
+    return backend
 
 
 # torch.compile runs _resolve once, while tracing; only the look-up is in its graph. This is what the decorator

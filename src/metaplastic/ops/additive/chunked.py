@@ -134,7 +134,7 @@ def _backward(
 def _gradients(d_output, d_mean, q, k, v, g, mean, cu_seqlens, scale):
     _, qs, inputs, s, chunks = _prepare(q, k, v, g, mean, cu_seqlens)
     ds = torch.zeros_like(s) if d_mean is None else d_mean.to(s.dtype).clone()
-    grads = [torch.zeros_like(x) for x in (q, k, v, g)]
+    grads = [x.new_zeros(x.shape) for x in (q, k, v, g)]
 
     def advance(c: int, entry: list[Tensor]) -> list[Tensor]:
         return [_Chunk(*(chunks.take(x, c) for x in inputs), *entry).final()]

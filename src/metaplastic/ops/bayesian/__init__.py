@@ -76,8 +76,6 @@ def bayesian(
         contract.require(key_size % 2 == 0, f"{op}: rotation needs an even key size, got K = {key_size}")
         shapes["rotation"] = (rotation, (key_size // 2,), "[B, T, H, K / 2]")
     contract.check_tensors(op, q.shape[:3], q.device, shapes)
-    if rotation is not None and g.dim() == 4:
-        g = g.repeat_interleave(2, -1)
     rows = contract.check_packing(op, cu_seqlens, batch)
     if initial_state is None:
         if prior_variance is None:
@@ -119,7 +117,7 @@ def _groups(observation_noise: Tensor, value_size: int) -> int | None:
 
 def _check_covariance(covariance: Tensor) -> None:
     """Symmetric positive definite, where values may be read (as the other value checks)."""
-    if torch.compiler.is_compiling() or not contract.readable(covariance):
+    if not contract.readable(covariance):
         return
     x = covariance.detach()
     largest = x.abs().max().item()

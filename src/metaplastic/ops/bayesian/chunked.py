@@ -27,6 +27,9 @@ class _Plan:
         self.grouped = observation_noise.dim() == 4
         self.groups = observation_noise.shape[3] if self.grouped else 1
         self.scale = scale
+        self.paired = rotation is not None and g.dim() == 4  # one decay for both keys of a pair
+        if self.paired:
+            g = g.repeat_interleave(2, -1)
         per_head = (x if x.dim() == 4 else x[..., None] for x in (g, process_noise))
         noise = observation_noise if self.grouped else observation_noise[..., None]
         self.inputs = [x.to(self.dtype) for x in (q, k, v, *per_head, noise)]
@@ -162,7 +165,7 @@ def _adjoint(
             for x, d in zip((mean, covariance), (d_mean, d_covariance), strict=True)
         ]
         d_state = plan.split(start[0], start[1])
-        grads = [torch.zeros_like(x) if x is not None else q.new_empty(0) for x in inputs]
+        grads = [x.new_zeros(x.shape) if x is not None else q.new_empty(0) for x in inputs]
         if d_variance is not None and not plan.grouped:
             d_variance = d_variance[..., None]
         d_output = d_output.to(plan.dtype).unflatten(-1, (plan.groups, -1))  # [B, T, H, G, V / G]
@@ -180,13 +183,19 @@ def _adjoint(
             outside = [s[rows] for s in d_state]
             inside = frame.return_to(*outside)
             d = chunk.backward(frame.q, dy, dv, *inside)
-            for out, value in zip(grads, frame.gradients(chunk, d, *inside), strict=True):
+            found = frame.gradients(chunk, d, *inside)
+            found[0], found[3] = found[0] * scale, _halved(found[3]) if plan.paired else found[3]
+            for out, value in zip(grads, found, strict=True):
                 if value is not None:
-                    plan.put(out, c, value * scale if out is grads[0] else value)
+                    plan.put(out, c, value)
             d_state[0][rows], d_state[1][rows] = d.mean, d.covariance
             end = begin
         dq, dk, dv, dg, d_process, d_observation, d_rotation = grads
         return dq, dk, dv, dg, d_process, d_observation, d_rotation, *plan.join(d_state[0], d_state[1])
+
+
+def _halved(x: Tensor) -> Tensor:
+    return x.unflatten(-1, (-1, 2)).sum(-1)
 
 
 def _count(rows: slice | Tensor, total: int) -> int:

@@ -4,7 +4,7 @@ Rotations are undone before and redone after: within a chunk keys and queries ar
 since its start. Keys and values are whitened: divided by the standard deviation of their observation noise.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -76,7 +76,7 @@ class Frame:
         last = -self.angle[..., -1, :]
         return rotate(mean, last), rotate(rotate(covariance, last).mT, last).mT
 
-    def gradients(self, chunk: Chunk, d: Gradients, d_mean: Tensor, d_covariance: Tensor) -> list[Tensor | None]:
+    def gradients(self, chunk: Chunk, d: Gradients, d_mean: Tensor, d_covariance: Tensor) -> list[Any]:
         """From the chunk's gradients to those of :class:`Inputs`; what groups share is summed over them."""
         noise, given = self.step_noise, self.given
         dq, dk, dv = d.q.sum(2, keepdim=True), (d.k * self.white).sum(2, keepdim=True), d.v * self.white

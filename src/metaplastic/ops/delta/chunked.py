@@ -125,7 +125,7 @@ def _backward(
     with full_precision(q.device):
         _, qs, inputs, state, chunks = _prepare(q, k, v, beta, g, mean, cu_seqlens)
         d_state = torch.zeros_like(state) if d_mean is None else d_mean.to(state.dtype).clone()
-        grads = [torch.zeros_like(x) for x in (q, k, v, beta, g)]
+        grads = [x.new_zeros(x.shape) for x in (q, k, v, beta, g)]
 
         def enter(c: int, entry: list[Tensor]) -> _Chunk:
             return _Chunk(*(chunks.take(x, c).transpose(1, 2) for x in inputs), *entry)

@@ -97,7 +97,7 @@ def backward(
     dM_end, dJ_end = (
         torch.zeros_like(m) if d is None else d.to(dtype).clone() for d in (d_information, d_excess_precision)
     )
-    grads = [torch.zeros_like(x) for x in (q, k, w, beta, g)]
+    grads = [x.new_zeros(x.shape) for x in (q, k, w, beta, g)]
     d_prior = torch.zeros_like(prior, dtype=dtype)
 
     def advance(c: int, entry: list[Tensor]) -> list[Tensor]:

@@ -40,6 +40,13 @@ def _pool(process: int, helpers: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(helpers, thread_name_prefix="metaplastic")
 
 
+def _describe(kernel, variant):
+    """ "forward, float32, with variance": what sets this compilation apart from the others."""
+    dtype, with_variance = variant
+    part = {"decode_kernel": "forward of single tokens"}.get(kernel.__name__, kernel.__name__.removesuffix("_kernel"))
+    return f"{part}, {str(dtype).removeprefix('torch.')}, {'with' if with_variance else 'without'} variance"
+
+
 def _compile(kernel, variant, *arguments):
     """Compiles, or loads from Numba's cache, at the first call of a variant; announces it when that takes long."""
     with _compiling:
@@ -47,10 +54,8 @@ def _compile(kernel, variant, *arguments):
             return
         place = kernel.stats.cache_path
         kept = f"once: cached in {place}" if place else "in every process: no folder to cache it in"
-        message = "compiling the Palimpsa CPU kernel %s for this machine (a few seconds, %s)"
-        timer = threading.Timer(
-            ANNOUNCE_AFTER, logger.warning, (message, kernel.__name__.removesuffix("_kernel"), kept)
-        )
+        message = "compiling the Palimpsa CPU kernel for this machine: %s (a few seconds, %s)"
+        timer = threading.Timer(ANNOUNCE_AFTER, logger.warning, (message, _describe(kernel, variant), kept))
         timer.daemon = True
         timer.start()
         try:
@@ -195,7 +200,7 @@ def backward(
     sizes = (heads, keys, values, group, segment)
     arguments = (inputs, cuts, _array(initial, dtype), _array(gradient, dtype), *outer, results, sums, sizes)
     work = 4 * g.numel() * keys * values
-    _run(backward_kernel, (dtype, d_variance is None), arguments, scratch, dtype, dprior.numel(), work)
+    _run(backward_kernel, (dtype, d_variance is not None), arguments, scratch, dtype, dprior.numel(), work)
 
     if groups > 1:
         dq, dk, dg = (functools.reduce(torch.add, x.chunk(groups)) for x in (dq, dk, dg))
