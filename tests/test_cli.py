@@ -17,10 +17,10 @@ from safetensors.torch import load_file, save_file
 from transformers.utils import logging as transformers_logging
 from typer.testing import CliRunner
 
-from metaplastic import cli
+from metaplastic import cli, terminal
 from metaplastic.evaluation import doctor
 from metaplastic.training import MetaplasticTrainer, TrainConfig
-from metaplastic.training.trainer import checkpoints, step_of
+from metaplastic.training.checkpoint import checkpoints, step_of
 
 SIZES = "--hidden-size 16 --layers 1 --heads 2 --intermediate-size 16 --block-length 32 --batch-size 2"
 SMALL = [*SIZES.split(), "--held-out", "0.5", "--warmup", "1", "--eval-every", "5", "--save-every", "4"]
@@ -277,7 +277,7 @@ def test_an_interrupted_run_says_how_to_go_on(command, texts, tmp_path, monkeypa
     monkeypatch.setattr("metaplastic.training.train", interrupt)
     code, _, err = command("train", texts, "-o", tmp_path / "run")
     assert code == 130
-    assert "the same command goes on from the last checkpoint" in one_line(err)
+    assert "interrupted before there was a checkpoint in" in one_line(err) and "begins again" in err
 
 
 def test_ctrl_c_saves_a_checkpoint(command, texts, tmp_path, monkeypatch):
@@ -293,7 +293,8 @@ def test_ctrl_c_saves_a_checkpoint(command, texts, tmp_path, monkeypatch):
     assert (code, out) == (130, "")
     assert step_of(checkpoints(tmp_path / "run")[-1]) == 6
     assert "interrupted: saving a checkpoint after this step" in err and "Traceback" not in err
-    assert err.splitlines()[-1].startswith("interrupted: the same command goes on from the last checkpoint in")
+    checkpoint = tmp_path / "run" / "checkpoint-6"
+    assert err.splitlines()[-1] == f"interrupted: the same command goes on from {checkpoint}"
 
 
 def test_a_dataset_is_streamed(command, tmp_path):
@@ -330,9 +331,76 @@ def test_doctor_exits_1_if_anything_failed(command, monkeypatch, status):
     monkeypatch.setattr(doctor, "check_backends", lambda: iter(checks))
     code, out, _ = command("doctor")
     assert code == (status == "FAILED")
-    assert ("1 configuration(s) failed" in out) == (status == "FAILED")
+    assert ("1 of 2 configurations failed" in out) == (status == "FAILED")
+    assert ("all 2 configurations are right" in out) == (status == "ok")
     assert "[bold]5[/bold]" in out  # shown, not obeyed
     assert "op/three/cuda/float32" in out and "unavailable" in out
+
+
+def test_doctor_says_what_it_cannot_remember(command, monkeypatch):
+    checks = [
+        doctor.Check("op/one/cpu/float32", "FAILED", "output: error 5", 0.5, 0.1),
+        doctor.Check("block list", "unwritable", "what failed cannot be remembered: disk"),
+    ]
+    monkeypatch.setattr(doctor, "check_backends", lambda: iter(checks))
+    code, out, _ = command("doctor")
+    assert code == 1 and "op/one/cpu/float32" in out
+    assert "the list of what failed cannot be written" in out
+    assert "1 of 1 configurations failed and this cannot be remembered" in " ".join(out.split())
+
+
+def test_help_names_the_mixers():
+    from metaplastic.layers import MIXERS
+
+    assert tuple(MIXERS) == terminal.MIXER_NAMES
+    for verb in ("train", "size"):
+        shown = CliRunner().invoke(cli.app, [verb, "--help"], env={"COLUMNS": "300"}).output
+        assert all(name in shown for name in MIXERS) and "--groups" in shown
+
+
+def test_the_version():
+    import metaplastic
+
+    found = CliRunner().invoke(cli.app, ["--version"])
+    assert (found.exit_code, found.output) == (0, f"metaplastic {metaplastic.__version__}\n")
+
+
+def test_size_of_a_saved_model_takes_no_sizes(command, trained, tmp_path):
+    assert command("size", trained)[0] == 0
+    for given, expected in ((("--heads", 7), "heads"), (("--mixer", "mamba2"), "mixer"), (("--groups", 2), "groups")):
+        code, out, err = command("size", trained, *given)
+        assert (code, out) == (2, "") and f"{expected} is given by the saved model, got" in one_line(err)
+    (tmp_path / "config.json").write_text("{}")
+    code, out, err = command("size", tmp_path)
+    assert (code, out) == (2, "") and "config.json names no model_type" in one_line(err)
+
+
+def test_size_with_groups(command):
+    sizes = [command("size", "--mixer", "mamba2", "--groups", groups)[1] for groups in (1, 2)]
+    assert sizes[0] != sizes[1] and sizes[0] == command("size", "--mixer", "mamba2")[1]
+    code, _, err = command("size", "--groups", 2)
+    assert code == 2 and "groups is for mixers whose heads share keys" in one_line(err)
+
+
+@pytest.mark.parametrize("verb", [("study", "forgetting"), ("study", "correlation"), ("bench", "ops"), ("demo",)])
+def test_a_bad_output_is_found_before_anything_is_computed(command, tmp_path, monkeypatch, verb):
+    monkeypatch.setattr("metaplastic.evaluation.forgetting.run_forgetting", None)
+    monkeypatch.setattr("metaplastic.evaluation.correlation.run_correlation", None)
+    monkeypatch.setattr("metaplastic.evaluation.speed.bench_palimpsa_cpu", None)
+    monkeypatch.setattr("metaplastic.recipes.demo.run_demo", None)
+    file = an_empty_file(tmp_path)
+    code, out, err = command(*verb, "-o", file)
+    assert (code, out) == (2, "") and f"output: {file} is a file, expected a folder" in one_line(err)
+    assert command(*verb, "-o", file / "deeper")[0] == 2
+
+
+def test_inspect_finds_bad_files_first(command, trained, tmp_path, monkeypatch):
+    monkeypatch.setattr("metaplastic.inspection.inspect_text", None)
+    (tmp_path / "latin.txt").write_bytes("déjà".encode("latin-1"))
+    code, _, err = command("inspect", trained, tmp_path / "latin.txt", "-o", tmp_path / "out")
+    assert code == 2 and "latin.txt: expected UTF-8 text, got 0xe9" in one_line(err)
+    code, _, err = command("inspect", trained, "--text", "the", "-o", an_empty_file(tmp_path))
+    assert code == 2 and "empty.txt is a file, expected a folder" in one_line(err)
 
 
 def test_train_offers_every_setting_with_its_default():

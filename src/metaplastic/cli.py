@@ -4,6 +4,8 @@ import logging
 import os
 import sys
 import warnings
+from collections import Counter
+from inspect import signature
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +13,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+
+from .terminal import Groups, KeySize, Mixer, Output, ValueSize, check_text, console, make_folder, number, print_table
 
 app = typer.Typer(
     help="Sequence layers whose fixed-size memory knows how sure it is of what it holds.",
@@ -22,9 +26,22 @@ bench = typer.Typer(help="Measure speed and memory on this machine.", no_args_is
 app.add_typer(bench, name="bench")
 study = typer.Typer(help="Studies of the mathematics, on exact models small enough to solve.", no_args_is_help=True)
 app.add_typer(study, name="study")
-console = Console()
 logger = logging.getLogger("metaplastic")
-Output = Annotated[Path, typer.Option("--output", "-o", help="Folder for everything the command writes.")]
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from . import __version__
+
+        console.print(f"metaplastic {__version__}", markup=False, highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+) -> None:
+    pass
 
 
 def main() -> None:
@@ -63,8 +80,11 @@ def train(
         list[str] | None, typer.Argument(help="Text files or folders. None: the standard library.")
     ] = None,
     output: Output = Path("runs/train"),
-    mixer: str = "palimpsa_d",
+    mixer: Mixer = "palimpsa_d",
     model: Annotated[str | None, typer.Option(help="Continue from this saved model instead of a new one.")] = None,
+    plasticity: Annotated[
+        float | None, typer.Option(help="Turn its ablation layers into their metaplastic form, with this dial.")
+    ] = None,
     tokenizer: Annotated[
         str | None, typer.Option(help='"bytes", a folder or a Hugging Face name. None: the saved model\'s, or bytes.')
     ] = None,
@@ -83,8 +103,9 @@ def train(
     hidden_size: int = 128,
     layers: int = 4,
     heads: int = 4,
-    key_size: int | None = None,
-    value_size: int | None = None,
+    key_size: KeySize = None,
+    value_size: ValueSize = None,
+    groups: Groups = None,
     intermediate_size: Annotated[int, typer.Option(help="Width of the MLP; 0 for none.")] = 384,
     block_length: Annotated[int, typer.Option(help="Tokens of one row of a batch.")] = 256,
     batch_size: int = 16,
@@ -106,16 +127,19 @@ def train(
     """Train a language model on text. Run it again to resume after an interruption (Ctrl-C saves a checkpoint)."""
     arguments: dict[str, Any] = dict(locals())
     _quiet_transformers()
-    from .training import TrainConfig, train
+    from .training import TrainConfig, last_checkpoint, train
 
     output, overwrite = arguments.pop("output"), arguments.pop("overwrite")
     arguments["files"], arguments["report_to"] = tuple(files or ()), tuple(report_to or ())
     try:
         result = train(TrainConfig(**arguments), output, overwrite=overwrite)["measurements"]
     except KeyboardInterrupt:
-        logger.warning("interrupted: the same command goes on from the last checkpoint in %s, if there is one", output)
+        if checkpoint := last_checkpoint(output):
+            logger.warning("interrupted: the same command goes on from %s", checkpoint)
+        else:
+            logger.warning("interrupted before there was a checkpoint in %s: the same command begins again", output)
         raise
-    _print_table(
+    print_table(
         "Trained",
         ("held-out loss (nats/token)", f"{result['eval_loss']:.4f}"),
         ("perplexity", f"{result['eval_perplexity']:.2f}"),
@@ -152,20 +176,24 @@ def inspect(
 ) -> None:
     """How sure each memory grows on a text, how long it lasts, and how near each head is to Mamba2's rule."""
     _quiet_transformers()
-    from .inspection import SUMMARY, inspect_text, summary_row
+    from .inspection import LEGEND, SUMMARY, inspect_text, summary_row
     from .training.saved import find_model, load_model, load_tokenizer
 
     source = text if file is None else file
     if source is None or None not in (file, text):
         raise ValueError("give a text file or --text, one of the two")
+    make_folder(output)
+    if file is not None:
+        check_text(file, 16 * max_tokens)
     network, tokenizer = load_model(model), load_tokenizer(find_model(model))
     layers, page = inspect_text(network, tokenizer, source, output, title=model.resolve().name, max_tokens=max_tokens)
     table = Table(title="Memory", title_justify="left")
     for column in SUMMARY:
         table.add_column(column, overflow="fold", no_wrap=column == "mixer")
     for layer in layers:
-        table.add_row(*(_number(cell) for cell in summary_row(layer)))
+        table.add_row(*(number(cell) for cell in summary_row(layer)))
     console.print(table)
+    console.print(LEGEND, markup=False, highlight=False)
     console.print(f"results: {output / 'results.json'}\nopen in a browser: {page}")
 
 
@@ -175,30 +203,34 @@ def size(
         Path | None,
         typer.Argument(help="A saved model or the output folder of `metaplastic train`. None: the options."),
     ] = None,
-    mixer: str = "palimpsa_d",
+    mixer: Mixer = "palimpsa_d",
     vocab_size: int = 258,
     hidden_size: int = 128,
     layers: int = 4,
     heads: int = 4,
-    key_size: int | None = None,
-    value_size: int | None = None,
+    key_size: KeySize = None,
+    value_size: ValueSize = None,
+    groups: Groups = None,
     intermediate_size: Annotated[int, typer.Option(help="Width of the MLP; 0 for none.")] = 384,
     tied: Annotated[bool, typer.Option(help="One matrix for embedding and output.")] = True,
     dtype: Annotated[str, typer.Option(help="Of the weights: float32, bfloat16, float16 or float64.")] = "float32",
 ) -> None:
     """How large a model is and what a token costs: parameters, bytes of state, FLOPs."""
     options: dict[str, Any] = {k: v for k, v in locals().items() if k not in ("model", "dtype")}
+    defaults = {name: parameter.default for name, parameter in signature(size).parameters.items()}
     _quiet_transformers()
     from .models.size import describe, from_options
 
     if model is None:
         config = from_options(**options)
     else:
-        from .models import MetaplasticConfig
-        from .training.saved import find_model
+        from .training.saved import read_config
 
-        config = MetaplasticConfig.from_pretrained(find_model(model))
-    _print_table("Size", *describe(config, dtype))
+        for name, value in options.items():
+            if value != defaults[name]:
+                raise ValueError(f"{name} is given by the saved model, got {value!r}: leave out one of them")
+        config = read_config(model)
+    print_table("Size", *describe(config, dtype))
 
 
 @app.command()
@@ -210,24 +242,31 @@ def doctor() -> None:
     from .results import environment
 
     about = environment()
-    _print_table("This machine", *about["device"].items(), *about["versions"].items())
+    print_table("This machine", *about["device"].items(), *about["versions"].items())
     table = Table(title="Backends", title_justify="left")
     for column in ("configuration", "status", "detail", "seconds"):
         table.add_column(column, overflow="fold", no_wrap=column == "configuration")
-    failed = 0
+    counts = Counter[str]()
     with console.status("checking every backend, forward and backward") as status:
         for check in check_backends():
             status.update(f"checked {check.configuration}")
-            style = {"ok": "green", "FAILED": "bold red"}.get(check.status, "dim")
+            style = {"ok": "green", "FAILED": "bold red", "unwritable": "bold red"}.get(check.status, "dim")
             seconds = "" if check.seconds is None else f"{check.seconds:.1f}"
             table.add_row(check.configuration, f"[{style}]{check.status}[/]", escape(check.detail), seconds)
-            failed += check.status == "FAILED"
+            counts[check.status] += 1
     console.print(table)
     rows = [(f"{op}: {what}", how) for op, entries in ops.backends().items() for what, how in entries.items()]
-    _print_table("What runs", *rows)
+    print_table("What runs", *rows)
+    failed, checked = counts["FAILED"], counts["FAILED"] + counts["ok"]
+    forgotten = counts["unwritable"] > 0
+    if forgotten:
+        console.print(f"[red]the list of what failed cannot be written: {escape(str(block_list_path()))}[/red]")
     if failed:
-        console.print(f"[red]{failed} configuration(s) failed and will not be used (list: {block_list_path()})[/red]")
+        then = "and this cannot be remembered" if forgotten else "and will not be used"
+        line = f"{failed} of {checked} configurations failed {then} (list: {block_list_path()})"
+        console.print(f"[red]{escape(line)}[/red]")
         raise typer.Exit(1)
+    console.print(f"all {checked} configurations are right")
 
 
 @bench.command("ops")
@@ -236,17 +275,18 @@ def bench_ops(
     decode: Annotated[bool, typer.Option(help="Also time a decode step of a 170M model (needs 2 GB).")] = True,
 ) -> None:
     """The Palimpsa CPU kernel against the token loop, and a 170M decode step against the additive rule."""
+    make_folder(output)
     _quiet_transformers()
     from . import results
     from .evaluation import speed
 
     with console.status("timing the operators"):
         measured = {"palimpsa_cpu": speed.bench_palimpsa_cpu()}
-    _print_table("ops.palimpsa", *((k, _number(v)) for k, v in measured["palimpsa_cpu"].items()))
+    print_table("ops.palimpsa", *speed.palimpsa_rows(measured["palimpsa_cpu"]))
     if decode:
         with console.status("timing a decode step of the 170M model"):
             measured["decode"] = speed.bench_decode()
-        _print_table("decode", *((k, _number(v)) for k, v in measured["decode"].items()))
+        print_table("A decode step", *speed.decode_rows(measured["decode"]))
     path = results.write_json(output / "results.json", results.record("bench ops", measured, seeds=[0, 1], settings={}))
     console.print(f"results: {path}")
 
@@ -279,35 +319,24 @@ def demo(
     quick: Annotated[bool, typer.Option(help="A few steps of everything, to see that it runs.")] = False,
 ) -> None:
     """Train, recall and generate on this machine in minutes; ends in a table, plots and one HTML page."""
+    make_folder(output)
     _quiet_transformers()
     from .recipes.demo import DemoConfig, run_demo
 
     config = DemoConfig.quick() if quick else DemoConfig()
     result, page = run_demo(config, output, say=lambda line: console.print(line, markup=False, highlight=False))
-    _print_table("Demo", *((k, _number(v)) for k, v in result["measurements"]["summary"].items()))
+    print_table("Demo", *((k, number(v)) for k, v in result["measurements"]["summary"].items()))
     console.print(f"results: {output / 'results.json'}\nopen in a browser: {page}")
 
 
 def _study(run: Any, settings: Any, output: Path) -> None:
+    make_folder(output)
     from rich.progress import track
 
     stderr = Console(stderr=True)
     result, page = run(settings, output, track=lambda parts: track(parts, "studying", console=stderr))
-    _print_table(result["name"], *((k, _number(v)) for k, v in result["measurements"]["summary"].items()))
+    print_table(result["name"], *((k, number(v)) for k, v in result["measurements"]["summary"].items()))
     console.print(f"results: {output / 'results.json'}\nopen in a browser: {page}")
-
-
-def _number(value: object) -> str:
-    return f"{value:,.4g}" if isinstance(value, float) else str(value)
-
-
-def _print_table(title: str, *rows: tuple[str, object]) -> None:
-    table = Table(title=title, title_justify="left", show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")  # a path that is cut short cannot be copied
-    for name, value in rows:
-        table.add_row(escape(str(name)), escape(str(value)))
-    console.print(table)
 
 
 if __name__ == "__main__":

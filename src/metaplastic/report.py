@@ -14,6 +14,7 @@ h1 { font-size: 1.6rem; } h2 { font-size: 1.2rem; margin-top: 2rem; border-botto
 table { border-collapse: collapse; margin: 1rem 0; } th, td { padding: .3rem .8rem; border-bottom: 1px solid #d8dee4; }
 th { text-align: left; } td.number { text-align: right; font-variant-numeric: tabular-nums; }
 pre { background: #f6f8fa; padding: .8rem; overflow-x: auto; white-space: pre-wrap; } img { max-width: 100%; }
+figure { margin: 1rem 0; } figcaption { color: #57606a; font-size: .9rem; }
 details { margin-top: 2rem; color: #57606a; }
 """
 
@@ -43,14 +44,16 @@ class Report:
         body = "".join(f"<tr>{''.join(_cell(c) for c in row)}</tr>" for row in rows)
         self._parts.append(f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>")
 
-    def figure(self, figure: Any, *, save: str | Path | None = None) -> None:
-        """Embeds a matplotlib figure as PNG; ``save`` also writes it to a file."""
+    def figure(self, figure: Any, caption: str, *, save: str | Path | None = None) -> None:
+        """Embeds a matplotlib figure as PNG over its caption, read aloud in its stead; ``save`` also writes a file."""
         buffer = io.BytesIO()
         figure.savefig(buffer, format="png", dpi=130, bbox_inches="tight")
         if save is not None:
             Path(save).write_bytes(buffer.getvalue())
         encoded = base64.b64encode(buffer.getvalue()).decode()
-        self._parts.append(f'<img alt="{html.escape(self.title)}" src="data:image/png;base64,{encoded}">')
+        shown = html.escape(caption)
+        image = f'<img alt="{shown}" src="data:image/png;base64,{encoded}">'
+        self._parts.append(f"<figure>{image}<figcaption>{shown}</figcaption></figure>")
 
     def facts(self, record: dict[str, Any]) -> None:
         """The whole result record, folded away."""

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -163,6 +164,11 @@ def test_the_command_writes_results_plots_and_a_page(tmp_path):
         {name: row[name] for name in whole} for row, whole in zip(study_pages.rows(cases, **where), again, strict=True)
     ]
     assert kept == again
-    for name in ("correlation", "loads"):
+    for name in ("recall", "belief", "loads"):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-    assert (tmp_path / "index.html").read_text().count("data:image/png") == 2
+    page = (tmp_path / "index.html").read_text()
+    assert page.count("data:image/png") == len(set(re.findall('<img alt="(.*?)"', page))) == 3
+    assert "its numbers are not the findings" in page and result["settings"]["quick"] is True
+    result["settings"]["quick"] = False
+    study_pages.correlation_page(result, tmp_path)
+    assert "not the findings" not in (tmp_path / "index.html").read_text()

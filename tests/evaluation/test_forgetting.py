@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 from metaplastic import cli
 from metaplastic.evaluation import beliefs, forgetting, study_pages
 from metaplastic.evaluation.forgetting import ForgettingStudy
+from metaplastic.report import Report
 from metaplastic.rules import gaussian
 
 F64 = torch.float64
@@ -232,4 +234,28 @@ def test_the_command_writes_results_plots_and_a_page(tmp_path):
     for name in ("distance", "quality", "course", "matching"):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     page = (tmp_path / "index.html").read_text()
-    assert page.count("data:image/png") == 4 and "KL from a window of 16, stationary: palimpsa" in page
+    assert page.count("data:image/png") == len(set(re.findall('<img alt="(.*?)"', page))) == 4
+    assert "its numbers are not the findings" in page and measured and result["settings"]["quick"] is True
+    assert "KL from a window of 16, stationary: palimpsa" in page
+
+
+def test_the_figures_say_which_line_is_which(tmp_path, monkeypatch):
+    """Every style of the distances has an entry of its own in the legend, and the ticks are the windows themselves."""
+    figures = {}
+    monkeypatch.setattr(Report, "figure", lambda _, figure, caption, save: figures.update({save.stem: figure}))
+    forgetting.run_forgetting(ForgettingStudy.quick(), tmp_path)
+    drawing = figures["distance"]
+    drawing.canvas.draw()
+    (legend,) = drawing.legends
+    told = {text.get_text(): line for text, line in zip(legend.get_texts(), legend.get_lines(), strict=True)}
+    styles = {(line.get_linestyle(), line.get_marker(), line.get_color()) for line in told.values()}
+    drawn = {(x.get_linestyle(), x.get_marker(), x.get_color()) for axes in drawing.axes for x in axes.get_lines()}
+    assert styles == drawn and len(styles) == len(told) == 6
+    assert told["Palimpsa, from the last N_t tokens"].get_linestyle() == "--"
+    assert told["Palimpsa"].get_linestyle() == "-"
+    for axes, expected in zip(drawing.axes, [["4", "16"], ["4"], ["4"]] * 3, strict=True):
+        assert [label.get_text() for label in axes.get_xticklabels()] == expected
+    for axes in drawing.axes:  # and any axis names at least two of its values
+        low, high = axes.get_ylim()
+        shown = [label for label in axes.get_yticklabels() if low <= label.get_position()[1] <= high]
+        assert sum(bool(label.get_text()) for label in shown) >= 2

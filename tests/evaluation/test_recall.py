@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from metaplastic.evaluation import recall
+from metaplastic.evaluation import recall, steps_until
 from metaplastic.models import MetaplasticConfig, MetaplasticForCausalLM
 from metaplastic.tasks import mqar
 
@@ -50,3 +50,14 @@ def test_a_model_at_chance_and_its_mode_restored(rows):
     assert model.training
     with pytest.raises(ValueError, match="causal language model"):
         recall(model.model, rows)
+
+
+def test_steps_until_the_mean_of_the_curves_is_there():
+    def curve(*accuracies):
+        return [{"step": 10 * (i + 1), "accuracy": a} for i, a in enumerate(accuracies)]
+
+    assert steps_until([curve(0.1, 0.9, 0.8, 1.0)], 0.9) == 20
+    assert steps_until([curve(0.1, 0.95, 1.0), curve(0.2, 0.7, 0.9)], 0.9) == 30
+    assert steps_until([curve(0.1, 0.2)], 0.9) is None
+    with pytest.raises(ValueError, match=r"curves must be measured at the same steps, got steps \[10, 11\]"):
+        steps_until([curve(0.1), [{"step": 11, "accuracy": 0.1}]], 0.9)

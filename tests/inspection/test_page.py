@@ -4,6 +4,7 @@ import io
 import json
 import math
 import os
+import re
 import sys
 
 import pytest
@@ -54,6 +55,10 @@ def test_reads_a_text_in_pieces_and_writes_what_it_saw(model, tmp_path, monkeypa
     assert len(stored[1]["window"]["median"]) == 4
     html = index.read_text()
     assert "a &lt;model&gt;" in html and "<model>" not in html
+    head = html.split("<h2>Heads</h2>")[1].split("</thead>")[0]
+    columns = re.findall("<th>(.*?)</th>", head)
+    assert len(set(columns)) == 9 and columns[-1] == "window, upper quartile"
+    assert f'<img alt="{inspection.CAPTION}"' in html
     assert "the whole text" in html and "additive: no precision" in html
     assert f"to {float(layers[0].limit.max()):.3g}<" in html
     assert f">{float(layers[2].limit[2]):.4g}<" in html
@@ -81,6 +86,7 @@ def test_the_figure_has_every_head_in_its_cell(model):
     assert math.isnan(limit[0, 2]) and all(map(math.isnan, limit[1]))
     assert window[1].tolist() == pytest.approx(layers[1].window.median.log10().tolist())
     drawing.savefig(io.BytesIO())  # warnings are errors
+    assert [axes.get_ylabel() for axes in drawing.axes[2:]] == ["log10 of the limit", "log10 of N in tokens"]
     assert [label.get_text() for label in drawing.axes[0].get_yticklabels()] == [
         "0  PalimpsaD", "1  Mamba2", "2  PalimpsaM",
     ]  # fmt: skip
@@ -128,6 +134,7 @@ def test_the_command(model, tmp_path, monkeypatch):
             result = run(cli.app, ["inspect", str(tmp_path / "saved"), *source, *out])
             assert result.exit_code == 0, result.output
             assert "PalimpsaM" in result.output and "additive: no precision" in result.output
+            assert inspection.LEGEND.splitlines()[1] in result.output  # "ratio: ... median over tokens, then heads."
             record = json.loads((tmp_path / "out" / "results.json").read_text())
             assert record["settings"]["model"] == "saved" and record["settings"]["tokens"] == 16
         for source in ([], [str(tmp_path / "a.txt"), "--text", "b"]):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from .mixers import CELLS, KINDS, flat, gradients, inputs, make, rebuilt, trained
-from .test_guarantees import close, cut, masks, oracle
+from .test_guarantees import TOLERANCE, close, cut, masks, oracle
 
 pytestmark = [
     pytest.mark.gpu,
@@ -32,6 +32,12 @@ def test_padding_and_cuts(kind, backend, dtype, padding):
     expected, finals = oracle(exact, x64, keep, rebuilt(start, lambda s: s.cpu().double()))
     loss = expected.square().sum() + sum(s.square().sum() for s in finals)
     wanted = gradients(loss, x64, *trained(exact))
+    if dtype in (torch.bfloat16, torch.float16):
+        beside, xs = copy.deepcopy(layer).cpu(), x.clone().requires_grad_()
+        y, state = beside(xs, rebuilt(start, torch.Tensor.cpu), mask=None if padding == "none" else keep)
+        loss = y.double().square().sum() + sum(s.double().square().sum() for s in flat(state))
+        found = gradients(loss, xs, *trained(beside))
+        rounding = sum((a.double() - b).square().sum() for a, b in zip(found, wanted, strict=True)).sqrt()
     for split in ("whole", "pieces"):
         state, ys, at = start, [], 0
         for piece in there.masked_fill(~keep[..., None].cuda(), torch.nan).split(cut(75, split), 1):
@@ -50,9 +56,9 @@ def test_padding_and_cuts(kind, backend, dtype, padding):
         if dtype in (torch.float64, torch.float32):
             for i, (a, b) in enumerate(zip(found, wanted, strict=True)):
                 close(a, b, dtype, f"{split}: gradient {i}")
-        else:
+        else:  # a layer may magnify 16-bit rounding; the device must not add to it
             a, b = (torch.cat([d.double().flatten() for d in ds]) for ds in (found, wanted))
-            assert (a - b).norm() <= 0.1 * b.norm(), f"{split}: gradients"
+            assert (a - b).norm() <= max(TOLERANCE[dtype] * b.norm(), 1.5 * rounding), f"{split}: gradients"
 
 
 @pytest.mark.parametrize(("kind", "backend"), ON_GPU)

@@ -105,8 +105,14 @@ def test_files_that_are_not_ours(tmp_path):
             load_cache(broken, model.config)
     for change, message in (
         ({"format": "something"}, "has format 'something', expected 'metaplastic cache 1'"),
-        ({"tokens_seen": "many"}, "metadata tokens_seen is 'many', expected a whole number > 0"),
+        ({"tokens_seen": "many"}, "metadata tokens_seen is 'many', expected a whole number below"),
+        ({"tokens_seen": "-1"}, "metadata tokens_seen is '-1'"),
+        ({"tokens_seen": "1" * 30}, "metadata tokens_seen is '1111"),
+        ({"tokens_seen": "9" * 5000}, "metadata tokens_seen is '9999"),
+        ({"tokens_seen": "٣"}, "metadata tokens_seen is"),
         ({"mixers": "palimpsa_d"}, "metadata mixers is 'palimpsa_d', expected a JSON list"),
+        ({"mixers": "[1, 2]"}, "expected a JSON list of names"),
+        ({"mixers": "[" * 100_000}, "expected a JSON list of names"),
     ):
         save_file(tensors, broken, metadata | change)
         with pytest.raises(ValueError, match=message):
@@ -121,10 +127,68 @@ def test_files_that_are_not_ours(tmp_path):
     with pytest.raises(ValueError, match="unexpected layers.7.mean"):
         load_cache(broken, model.config)
     save_file(tensors | {"layers.1.information": tensors["layers.1.information"].long()}, broken, metadata)
-    with pytest.raises(ValueError, match=r"layers.1.information is torch.int64, expected floating point"):
+    with pytest.raises(ValueError, match=r"layers.1.information is torch.int64, expected one of torch.float32, "):
+        load_cache(broken, model.config)
+    save_file(tensors | {"layers.1.information": tensors["layers.1.information"].bfloat16()}, broken, metadata)
+    with pytest.raises(ValueError, match=r"layers.1.information is torch.bfloat16, expected one of torch.float32"):
+        load_cache(broken, model.config)
+    small = tensors["layers.0.convolution"].to(torch.float8_e4m3fn)
+    save_file(tensors | {"layers.0.convolution": small}, broken, metadata)
+    with pytest.raises(ValueError, match=r"layers.0.convolution is torch.float8_e4m3fn, expected one of"):
         load_cache(broken, model.config)
     save_file({}, broken, metadata)
     with pytest.raises(ValueError, match="layers.0.convolution is missing"):
         load_cache(broken, model.config)
     with pytest.raises(FileNotFoundError):
         load_cache(tmp_path / "nowhere", model.config)
+
+
+@torch.no_grad()
+def test_arguments(tmp_path):
+    model = make()
+    cache = model(tokens(), use_cache=True).cache
+    path = save_cache(cache, tmp_path / "cache.safetensors")
+    for wrong, error, message in (
+        ({"dtype": torch.int64}, ValueError, "dtype must be one of torch.float32, .* got torch.int64"),
+        ({"dtype": torch.complex64}, ValueError, "dtype must be one of"),
+        ({"dtype": "float32"}, TypeError, "dtype must be a torch.dtype or None, got 'float32'"),
+        ({"config": model.config.to_dict()}, TypeError, "config must be a MetaplasticConfig, got dict"),
+        ({"path": tmp_path}, ValueError, "path must be a file, got the folder"),
+        ({"device": "somewhere", "path": tmp_path / "nowhere"}, ValueError, "device must be .* got 'somewhere'"),
+        ({"device": 1.5}, ValueError, "device must be .* got 1.5"),
+    ):
+        with pytest.raises(error, match=message):
+            load_cache(**({"path": path, "config": model.config} | wrong))
+    with pytest.raises(ValueError, match="path must be a file, got the folder"):
+        save_cache(cache, tmp_path)
+
+
+@torch.no_grad()
+def test_after_a_call_without_tokens(tmp_path):
+    """What can be saved can be loaded."""
+    model, ids = make(), tokens()
+    cache = model(ids[:, :0], use_cache=True).cache
+    loaded = load_cache(save_cache(cache, tmp_path / "cache"), model.config)
+    assert int(loaded.tokens_seen) == 0
+    expected = model.generate(ids, max_new_tokens=3, do_sample=False)
+    assert torch.equal(model.generate(ids, cache=loaded, max_new_tokens=3, do_sample=False), expected)
+
+
+@torch.no_grad()
+def test_permissions_links_and_calls_at_the_same_time(tmp_path, monkeypatch):
+    cache = make()(tokens(), use_cache=True).cache
+    path = save_cache(cache, tmp_path / "cache.safetensors")
+    (tmp_path / "other").touch()
+    assert path.stat().st_mode == (tmp_path / "other").stat().st_mode
+    link = tmp_path / "link"
+    (tmp_path / "far").mkdir()
+    link.symlink_to(tmp_path / "far" / "real.safetensors")
+    assert save_cache(cache, link) == link
+    assert link.is_symlink()
+    assert load_file(tmp_path / "far" / "real.safetensors").keys() == load_file(path).keys()
+    save_cache(cache, tmp_path / ("n" * 250))
+    staged, replace = [], os.replace
+    monkeypatch.setattr(os, "replace", lambda a, b: (staged.append(a), replace(a, b)))
+    for _ in range(2):
+        save_cache(cache, path)
+    assert len(set(staged)) == 2

@@ -5,6 +5,9 @@ What does cost a graph of its own, in PyTorch as it is: whether there are labels
 that equals another size of a state, which a graph cannot tell apart (hence the odd sizes below).
 """
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch._dynamo.utils import counters
@@ -148,3 +151,17 @@ def test_positions_must_be_read():
     with pytest.raises(Exception, match="give cu_seqlens or cu_seq_lens_q instead of position_ids"):
         run(ids, position_ids=torch.arange(9)[None] % 5, use_cache=False)
     torch._dynamo.reset()
+
+
+def test_a_mixed_model_in_a_fresh_process():
+    """Nothing has chosen a backend before torch.compile traces the choice."""
+    code = (
+        "import torch; from metaplastic.models import MetaplasticConfig, MetaplasticForCausalLM\n"
+        "torch.manual_seed(0); mixers = ['palimpsa_d', 'mamba2']\n"
+        "config = MetaplasticConfig(vocab_size=9, hidden_size=8, num_hidden_layers=2, mixers=mixers)\n"
+        "model = MetaplasticForCausalLM(config).train(); ids = torch.randint(0, 9, (3, 5))\n"
+        "loss = torch.compile(model, fullgraph=True, backend='eager')(ids, labels=ids).loss; loss.backward()\n"
+        "torch.testing.assert_close(loss, model(ids, labels=ids).loss, rtol=0, atol=1e-5); print('equal')"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert found.stdout.strip() == "equal", found.stderr[-2000:]

@@ -3,7 +3,7 @@
 import pytest
 
 from metaplastic.layers import MIXERS
-from metaplastic.models import MetaplasticConfig
+from metaplastic.models import MetaplasticConfig, MetaplasticForCausalLM
 from metaplastic.ops.dispatch import BACKENDS
 
 from .conftest import config
@@ -29,6 +29,11 @@ from .conftest import config
             {"mixer_options": {"palimpsa_d": {"backend": "numpy"}}},
             "backend of mixer 'palimpsa_d' must be one of 'auto', .*'reference', got 'numpy'",
         ),
+        (
+            {"mixer_options": {"palimpsa_d": {"num_heads": 2}, "mamba2": {"num_heads": 2}}},
+            "mixer_options names 'mamba2', which no layer is: mixers are 'palimpsa_d'",
+        ),
+        ({"mixer_options": {"palimpsa_d": {"decays": 2}}}, "unknown option 'decays'"),
         ({"mixer_options": {"palimpsa_d_additive": {"backend": "cpu"}}}, "must be one of .* got 'cpu'"),
         ({"hidden_sizes": 3}, "unknown configuration key 'hidden_sizes'; known: vocab_size"),
         ({"vocab_size": 0}, "vocab_size must be an integer >= 1, got 0"),
@@ -76,3 +81,17 @@ def test_the_options_given_stay_the_callers():
     made.mixer_arguments(0)
     made.mixer_options["palimpsa_d"]["num_heads"] = 4
     assert options == {"palimpsa_d": {"num_heads": 2}}
+
+
+def test_fields_that_are_assigned_are_checked_by_the_model():
+    changed = config("palimpsa_d", mixer_options=None)
+    changed.mixers = "mamba2"
+    model = MetaplasticForCausalLM(changed)
+    assert changed.mixers == ["mamba2"] * 2
+    assert isinstance(model.model.layers[1].mixer, MIXERS["mamba2"])
+    changed.mixers = ["mamba2"]
+    with pytest.raises(ValueError, match="num_hidden_layers is 2, got 1 names"):
+        MetaplasticForCausalLM(changed)
+    changed.mixers, changed.hidden_size = "mamba2", "16"
+    with pytest.raises(ValueError, match="hidden_size must be an integer >= 1, got '16'"):
+        MetaplasticForCausalLM(changed)

@@ -156,6 +156,47 @@ def test_the_returned_cache_goes_on(kind):
     assert torch.equal(more, greedy(model, ids, 8))
 
 
+@torch.no_grad()
+def test_new_tokens_after_the_returned_cache(kind):
+    """Of a text that generate() wrote, the last token has to be fed with the new ones: nothing is skipped silently."""
+    model, ids = make(kind), tokens()
+    out = model.generate(ids, max_new_tokens=4, do_sample=False, return_dict_in_generate=True)
+    whole = torch.cat([out.sequences, tokens(3, 5, seed=1)], 1)
+    embeds, ones = model.get_input_embeddings()(whole), torch.ones_like(whole)
+    expected = greedy(model, whole, 4)
+    options = {"max_new_tokens": 4, "do_sample": False}
+
+    def go_on(start, mask=ones, embedded=False):
+        prompt = {"inputs_embeds": embeds[:, start:]} if embedded else {"input_ids": whole[:, start:]}
+        return model.generate(**prompt, attention_mask=mask, cache=fork_cache(out.cache), **options)
+
+    padded = ones.clone()
+    padded[0, :3] = 0  # generate() treats a mask of ones and others differently
+    for embedded in (False, True):
+        assert torch.equal(go_on(0, embedded=embedded)[:, -4:], expected[:, -4:])
+        assert torch.equal(go_on(15, embedded=embedded)[:, -4:], expected[:, -4:])
+        for mask in (ones, padded):
+            with pytest.raises(
+                ValueError, match="seen 15 .* 5 new .* covers 21, so that 1 .* is missing .*the last token"
+            ):
+                go_on(16, mask, embedded)
+            with pytest.raises(ValueError, match="so that 3 of the text are missing$"):
+                go_on(18, mask, embedded)
+            with pytest.raises(ValueError, match="has 7 new ones, but attention_mask covers 21: 1 too few"):
+                go_on(14, mask, embedded)
+
+
+def test_an_empty_prompt():
+    model, ids = make(), tokens()
+    with pytest.raises(ValueError, match="input_ids must hold at least one token to begin with"):
+        model.generate(ids[:, :0], max_new_tokens=2)
+    with pytest.raises(ValueError, match="inputs_embeds must hold at least one token"):
+        model.generate(inputs_embeds=torch.zeros(3, 0, 16), max_new_tokens=2)
+    cache = model(ids, use_cache=True).cache
+    with pytest.raises(ValueError, match="at least one token"):
+        model.generate(ids[:, :0], attention_mask=torch.ones_like(ids), cache=cache, max_new_tokens=2)
+
+
 def test_what_a_recurrent_memory_cannot_do():
     model, ids = make(), tokens(1)
     with pytest.raises(ValueError, match=r"assisted generation|stateful|not support"):

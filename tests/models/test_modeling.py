@@ -53,7 +53,7 @@ def test_outputs(kind):
     assert torch.equal(out.hidden_states[0], model.get_input_embeddings()(ids))
     seen = []
     for block in model.model.layers:
-        block.register_forward_hook(lambda _, __, y: seen.append(y))
+        block.register_forward_hook(lambda _, __, y: seen.append(y[0]))
     model(ids)
     assert all(torch.equal(a, b) for a, b in zip(out.hidden_states[1:-1], seen[:-1], strict=True))
     assert torch.equal(out.hidden_states[-1], model.model.norm(seen[-1]))
@@ -63,6 +63,12 @@ def test_outputs(kind):
     assert isinstance(model(ids, return_dict=False), tuple)
     assert model(ids).hidden_states is None
     assert model(torch.empty(2, 0, dtype=torch.long), use_cache=False).logits.shape == (2, 0, 40)
+
+
+def test_hidden_states_as_configured():
+    model, ids = make(output_hidden_states=True), tokens()
+    assert len(model(ids).hidden_states) == len(model.model(ids).hidden_states) == 3
+    assert model(ids, output_hidden_states=False).hidden_states is None
 
 
 def test_a_cache_only_where_it_is_wanted():
@@ -87,6 +93,45 @@ def test_bad_calls():
     ):
         with pytest.raises(ValueError, match=message):
             call()
+    for call, message in (
+        (lambda: model(ids.tolist()), "input_ids must be a tensor, got list"),
+        (lambda: model(inputs_embeds=embeds.tolist()), "inputs_embeds must be a tensor, got list"),
+        (lambda: model(ids, attention_mask=[[1] * 12] * 3), "attention_mask must be a tensor, got list"),
+        (lambda: model(ids, labels=ids.tolist()), "labels must be a tensor, got list"),
+        (lambda: model(ids, position_ids=list(range(12))), "position_ids must be a tensor, got list"),
+        (lambda: model(ids[:1], cu_seqlens=[0, 12]), "cu_seqlens must be a tensor, got list"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            call()
+    for function in (model, model.model):
+        for wrong, message in (
+            ({"input_ids": ids.float()}, "input_ids must be integers, got torch.float32"),
+            ({"input_ids": ids > 3}, "input_ids must be integers, got torch.bool"),
+            ({"input_ids": ids[0]}, r"input_ids must be \[B, T\], got \[12\]"),
+            ({"inputs_embeds": ids}, "inputs_embeds must be floating point, got torch.int64"),
+            ({"inputs_embeds": embeds[0]}, r"inputs_embeds must be \[B, T, D\] with D = 16, got \[12, 16\]"),
+            ({"inputs_embeds": embeds[..., :5]}, r"with D = 16, got \[3, 12, 5\]"),
+            ({"input_ids": ids, "position_ids": torch.ones(3, 12)}, "position_ids must be integers, got torch.float32"),
+            ({"input_ids": ids[:1], "seq_idx": torch.ones(1, 12)}, "seq_idx must be integers"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                function(**wrong)
+    for name in ("labels", "shift_labels"):
+        for x, message in (
+            (ids[:, 1:], rf"{name} must be \[B, T\] = \[3, 12\] like the tokens, got \[3, 11\]"),
+            (ids[0], rf"{name} must be \[B, T\] = \[3, 12\] like the tokens, got \[12\]"),
+            (ids.float(), f"{name} must be integers, got torch.float32"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                model(ids, **{name: x})
+        for keep, got in ((1, "1"), (torch.tensor([0]), "a tensor")):
+            with pytest.raises(ValueError, match=f"logits_to_keep must be 0 with {name}.*got {got}"):
+                model(ids, **{name: ids}, logits_to_keep=keep)
+    for keep in (True, 1.0, torch.tensor([0.5]), torch.tensor([[1]])):
+        with pytest.raises(ValueError, match="logits_to_keep must be"):
+            model(ids, logits_to_keep=keep)
+    expected = model(ids, labels=ids).loss
+    assert torch.equal(model(ids.int(), labels=ids.int()).loss, expected)
     model.train().gradient_checkpointing_enable()
     with pytest.raises(ValueError, match="cannot write a cache"):
         model(ids, use_cache=True)

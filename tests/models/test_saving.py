@@ -114,6 +114,39 @@ def test_a_loaded_prior_stays_constant(name, tmp_path):
 
 
 @pytest.mark.parametrize("tied", [True, False])
+def test_a_base_model_of_a_language_model(kind, tied, tmp_path):
+    """Its output layer is left out; anything else that is left over is an error."""
+    model, ids = make(kind, tie_word_embeddings=tied), tokens()
+    model.save_pretrained(tmp_path)
+    base, info = AutoModel.from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["unexpected_keys"]
+    assert torch.equal(base(ids).last_hidden_state, model.model(ids).last_hidden_state)
+    path = tmp_path / "model.safetensors"
+    save_file(load_file(path) | {"model.extra": torch.ones(1)}, path, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="1 unexpected keys: .*extra"):
+        AutoModel.from_pretrained(tmp_path)
+
+
+def test_changes_to_the_configuration_while_loading(tmp_path):
+    """Checked with the fields of the file, as if they had been written there."""
+    model = make("mamba2")
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="mixer_options names 'mamba2', which no layer is: mixers are 'palimpsa_m'"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, mixers="palimpsa_m")
+    changes = {"mixers": "palimpsa_m", "mixer_options": {"palimpsa_m": model.config.mixer_options["mamba2"]}}
+    with pytest.raises(ValueError, match="missing keys: .*b_scale"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, **changes)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, strict=False, **changes)
+    assert loaded.config.mixers == ["palimpsa_m"] * 2
+    assert isinstance(loaded.model.layers[0].mixer, MIXERS["palimpsa_m"])
+    assert not AutoModelForCausalLM.from_pretrained(tmp_path, use_cache=False).config.use_cache
+    with pytest.raises(ValueError, match="norm_eps must be a number > 0, got -1"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, norm_eps=-1)
+    with pytest.raises(ValueError, match="num_hidden_layers is 3, got 2 names"):
+        AutoConfig.from_pretrained(tmp_path, num_hidden_layers=3)
+
+
+@pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("count", [53, 31])
 def test_resized_embeddings(kind, tied, count, tmp_path):
     model = make(kind, tie_word_embeddings=tied)

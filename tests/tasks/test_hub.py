@@ -86,6 +86,25 @@ def test_folders_that_hold_no_dataset(tmp_path):
         HubText(str(tmp_path))
 
 
+def test_a_file_is_no_dataset(tmp_path, monkeypatch):
+    write(tmp_path / "data", '{"text": "a"}')
+    monkeypatch.setattr("metaplastic.tasks.hub.unreachable", None)  # the hub is not asked
+    with pytest.raises(ValueError, match=r"dataset: .*train.jsonl is a file, expected a folder of .jsonl"):
+        HubText(str(tmp_path / "data" / "train.jsonl"))
+
+
+def test_a_local_folder_has_no_revisions(tmp_path):
+    folder = write(tmp_path / "data", '{"text": "a"}')
+    with pytest.raises(ValueError, match=r"dataset_revision: got 'v1', but .*data is a local folder, which has no rev"):
+        HubText(folder, revision="v1")
+
+
+def test_a_folder_of_txt_is_read_line_by_line(tmp_path):
+    """As docs/training.md says."""
+    (tmp_path / "a.txt").write_text("one line\nanother\n\n")
+    assert [text for _, text in HubText(str(tmp_path))] == ["one line", "another"]
+
+
 def test_without_datasets_it_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ValueError, match=r"dataset: needs the package datasets: pip install 'metaplastic\[hub\]'"):

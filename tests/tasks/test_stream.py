@@ -191,6 +191,23 @@ def test_changed_text_in_the_window_to_resume_in_is_an_error(tokenizer):
     assert len(take(before, 5)) == 5  # what is spent is not compared, as the docstring says
 
 
+@pytest.mark.parametrize("window", [1, 10])
+def test_where_a_window_ends_the_text_just_read_is_compared(tokenizer, window):
+    texts = texts_of([20] * 40)
+    stream = PackedStream(Texts(texts), tokenizer, 8, window=window)
+    take(stream, 41)
+    state = stream.state_dict(40)
+    assert state["sha256"] and state["position"] == window
+    ends = itertools.accumulate(len(text.encode()) + 1 for text in texts)
+    last = next(number for number, end in enumerate(ends) if end >= 40 * 8)  # of the last block before the place
+    again = PackedStream(Texts([*texts[:last], "x" * 20, *texts[last + 1 :]]), tokenizer, 8, window=window)
+    again.load_state_dict(state)
+    with pytest.raises(
+        ValueError, match=rf"dataset: its text has changed where this run goes on \(block {40 - window} "
+    ):
+        take(again, 1)
+
+
 def test_the_fingerprint_is_that_of_the_first_blocks(tokenizer):
     texts = texts_of([20] * 500)
     first = PackedStream(Texts(texts), tokenizer, 8).fingerprint

@@ -92,16 +92,16 @@ def streamed(tiny, corpus):
 
 
 @pytest.fixture(scope="package")
-def _finished(_quiet_machine, tiny, tmp_path_factory):
+def finished(_quiet_machine, tiny, tmp_path_factory):
     folder = tmp_path_factory.mktemp("finished") / "run"
     train(tiny(), folder)
     return folder
 
 
 @pytest.fixture
-def undisturbed(_finished, tmp_path) -> Path:
+def undisturbed(finished, tmp_path) -> Path:
     """A copy of the finished run of ``tiny()``."""
-    return Path(shutil.copytree(_finished, tmp_path / "undisturbed"))
+    return Path(shutil.copytree(finished, tmp_path / "undisturbed"))
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 from metaplastic.tasks.text import byte_tokenizer
 from metaplastic.training import train
 from metaplastic.training.card import state_bytes
+from metaplastic.training.data import load_data
 from metaplastic.training.generation import stream
 from metaplastic.training.saved import load_model
 
@@ -43,8 +44,10 @@ def test_the_code_of_the_card_runs(undisturbed, monkeypatch, capsys, name):
     assert capsys.readouterr().out.startswith("The memory")
 
 
-def test_the_card_says_what_the_model_is_and_how_it_was_trained(undisturbed):
+def test_the_card_says_what_the_model_is_and_how_it_was_trained(undisturbed, tiny):
     result = json.loads((undisturbed / "results.json").read_text())
+    data = load_data(tiny(), byte_tokenizer())
+    true_share = f"{100 * len(data.held_out) / (len(data.held_out) + len(data.train)):.1f}"
     for name in FOLDERS:
         card, step = card_of(undisturbed / name), 9 if name == "checkpoint-9" else 10
         assert card.data.to_dict() == {
@@ -57,7 +60,8 @@ def test_the_card_says_what_the_model_is_and_how_it_was_trained(undisturbed):
         assert row(card, "layers") == "1 x palimpsa_d"
         assert row(card, "heads of palimpsa_d") == "2, key size 8, value size 8"
         assert row(card, "so far").startswith(f"step {step} of 10, ")
-        assert re.fullmatch(r"8 documents of texts\d; 20.0% of them held out", row(card, "data"))
+        share = re.fullmatch(r"8 documents of texts\d; (\d+\.\d)% of the tokens held out", row(card, "data"))[1]
+        assert share == true_share and share != "20.0"
         assert row(card, "begun from") == "random weights"
         data = json.loads((undisturbed / "run.json").read_text())["data_sha256"]
         assert row(card, "SHA-256 of the text") == f"`{data}`"

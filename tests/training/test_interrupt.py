@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from metaplastic.training import MetaplasticTrainer, train
+from metaplastic.training.checkpoint import checkpoints, step_of
 from metaplastic.training.interrupt import Interruption
-from metaplastic.training.trainer import checkpoints, step_of
 
 from .test_run import assert_same_run
 

@@ -2,18 +2,20 @@ import dataclasses
 import json
 import math
 import random
+import shutil
 import signal
 import socket
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from metaplastic.models import MetaplasticForCausalLM
 from metaplastic.tasks.text import byte_tokenizer
 from metaplastic.training import MetaplasticTrainer, TrainConfig, train
-from metaplastic.training.trainer import STAGING, checkpoints, step_of
+from metaplastic.training.checkpoint import STAGING, checkpoints, step_of
+from metaplastic.training.saved import load_model
 
 from .rows import packed_rows
 
@@ -231,6 +233,8 @@ def test_wrong_input_claims_no_folder(tiny, tmp_path):
         ("warmup", -1, ">= 0"),
         ("weight_decay", math.nan, ">= 0"),
         ("learning_rate", math.nan, "> 0"),
+        ("learning_rate", math.inf, "> 0 and finite"),
+        ("weight_decay", math.inf, ">= 0 and finite"),
         ("seed", 2**32, r"< 2\*\*32"),
         ("layers", 2, "given by the saved model"),
     ],
@@ -275,6 +279,104 @@ def words(tmp_path):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="?")
     tokenizer.save_pretrained(tmp_path / "words")
     return str(tmp_path / "words")
+
+
+def test_ids_that_no_token_has_get_rows_too(tiny, tmp_path):
+    """The embedding is as long as the largest id asks, and a saved model that is too short is found out first."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {"</s>": 0, "?": 1, "the": 2, "memory": 30, "knows": 40}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="?").save_pretrained(
+        tmp_path / "gaps"
+    )
+    train(tiny(tokenizer=str(tmp_path / "gaps"), steps=1), tmp_path / "run")
+    assert load_file(tmp_path / "run" / "final" / "model.safetensors")["model.embed_tokens.weight"].shape[0] == 41
+
+
+def test_another_model_under_the_same_name_is_another_run(tiny, undisturbed, tmp_path, monkeypatch):
+    config = tiny(model=str(undisturbed), **OWN_SIZES)
+
+    def stop(self, *args):
+        raise Stop
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MetaplasticTrainer, "training_step", stop)
+        with pytest.raises(Stop):  # before there is a checkpoint
+            train(config, tmp_path / "next")
+    weights = load_file(undisturbed / "final" / "model.safetensors")
+    weights["model.norm.weight"][0] += 1
+    save_file(weights, undisturbed / "final" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"model: .*undisturbed has changed since .*next was started: choose another"):
+        train(config, tmp_path / "next")
+    assert train(config, tmp_path / "next", overwrite=True)["measurements"]["steps_this_call"] == 10
+
+
+@pytest.mark.parametrize("changes", [{"eval_every": 1, "save_every": 2}, {"eval_every": 0, "save_every": 0}])
+def test_when_to_evaluate_and_save_decides_nothing(tiny, tmp_path, monkeypatch, undisturbed, changes):
+    """A run may go on with others, and computes the same; what this call says is what is done."""
+    original = MetaplasticTrainer.training_step
+
+    def step(self, *args):
+        if self.state.global_step == 5:
+            raise Stop
+        return original(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MetaplasticTrainer, "training_step", step)
+        with pytest.raises(Stop):
+            train(tiny(), tmp_path / "run")
+    found = train(tiny(**changes), tmp_path / "run")["measurements"]
+    assert found["steps_this_call"] == 7
+    assert_same_run(tmp_path / "run", undisturbed, only_results=True)
+    evaluated = [entry["step"] for entry in found["history"] if "eval_loss" in entry]
+    assert evaluated == ([4, 5, 6, 7, 8, 9, 10] if changes["eval_every"] else [10])
+    saved = [path.name for path in checkpoints(tmp_path / "run")]
+    assert saved == (["checkpoint-8", "checkpoint-10"] if changes["save_every"] else ["checkpoint-3"])
+
+
+def test_groups_are_of_the_mixers_that_have_them(tiny, tmp_path):
+    train(tiny(mixer="mamba2", heads=4, groups=2, steps=1), tmp_path / "run")
+    config = json.loads((tmp_path / "run" / "final" / "config.json").read_text())
+    assert config["mixer_options"]["mamba2"]["num_groups"] == 2
+    assert "| 4 in 2 groups, key size 4" in (tmp_path / "run" / "final" / "README.md").read_text()
+    with pytest.raises(
+        ValueError, match=r"groups is for mixers whose heads share keys \(.*mamba2.*\), got 2 with palimp"
+    ):
+        train(tiny(groups=2), tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+def test_an_ablation_goes_on_in_its_metaplastic_form(tiny, tmp_path):
+    train(tiny(mixer="mamba2", steps=2), tmp_path / "mamba2")
+    config = tiny(model=str(tmp_path / "mamba2"), plasticity=0.5, steps=4, **OWN_SIZES)
+    train(config, tmp_path / "run")
+    model = load_model(tmp_path / "run")
+    assert model.config.mixers == ["palimpsa_m"]
+    assert "mamba2, in its metaplastic form, with plasticity 0.5 |" in (
+        (tmp_path / "run" / "final" / "README.md").read_text()
+    )
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["plasticity"] == 0.5
+    with pytest.raises(ValueError, match=r"another run \(plasticity was 0.5 and is 1.0\)"):
+        train(dataclasses.replace(config, plasticity=1.0), tmp_path / "run")
+    (tmp_path / "run" / "results.json").unlink()
+    shutil.rmtree(tmp_path / "run" / "checkpoint-4")
+    shutil.rmtree(tmp_path / "run" / "final")
+    train(config, tmp_path / "run")  # resumed: the new form, with the weights it had
+    again = load_model(tmp_path / "run")
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+
+
+def test_plasticity_0_changes_nothing_to_begin_with(tiny, tmp_path):
+    first = train(tiny(mixer="mamba2", steps=2), tmp_path / "mamba2")["measurements"]["eval_loss"]
+    config = tiny(model=str(tmp_path / "mamba2"), plasticity=0.0, steps=1, learning_rate=1e-12, **OWN_SIZES)
+    assert train(config, tmp_path / "run")["measurements"]["eval_loss"] == pytest.approx(first, abs=1e-5)
+    with pytest.raises(ValueError, match="model must have a layer that is an ablation"):
+        train(dataclasses.replace(config, model=str(tmp_path / "run"), plasticity=0.1), tmp_path / "other")
+    with pytest.raises(ValueError, match="plasticity is for model, which is not given, got 0.1"):
+        TrainConfig(plasticity=0.1)
 
 
 def test_a_saved_model_brings_its_tokenizer(tiny, words, tmp_path):

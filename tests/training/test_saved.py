@@ -5,7 +5,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from metaplastic.training.saved import find_model, load_model
+from metaplastic.training.generation import stream
+from metaplastic.training.saved import find_model, load_model, load_tokenizer
 
 
 def test_a_run_is_its_final_model_then_its_last_checkpoint(undisturbed):
@@ -51,10 +52,27 @@ def shorten(weights, name):
         (lambda f: change_weights(f, shorten), r"q_proj.weight is \[3, 16\], expected \[16, 16\]"),
         (lambda f: (f / "model.safetensors").write_bytes(b"nonsense"), "weights in .* cannot be read"),
         (lambda f: (f / "config.json").write_text(json.dumps({"model_type": "gpt2"})), "'gpt2' model, expected 'meta"),
+        (lambda f: (f / "config.json").write_text("{}"), "config.json names no model_type, expected 'metaplastic'"),
+        (lambda f: (f / "config.json").write_text('{"model'), "config.json is no configuration of a model"),
+        (lambda f: (f / "config.json").write_text("[]"), "config.json is no configuration of a model"),
     ],
-    ids=["missing", "unexpected", "shape", "file", "kind"],
+    ids=["missing", "unexpected", "shape", "file", "kind", "empty", "cut", "list"],
 )
 def test_a_model_that_does_not_fit_is_an_error(undisturbed, damage, expected):
     damage(undisturbed / "final")
     with pytest.raises(ValueError, match=expected):
         load_model(undisturbed)
+
+
+@pytest.mark.parametrize("content", ["{}", "{", "[]", ""])
+def test_a_broken_tokenizer_is_named(undisturbed, content):
+    (undisturbed / "final" / "tokenizer.json").write_text(content)
+    with pytest.raises(OSError, match=r"tokenizer: got '.*final', expected 'bytes', a folder .*\(.+\)$") as error:
+        load_tokenizer(undisturbed / "final")
+    assert "\n" not in str(error.value)
+
+
+def test_a_broken_configuration_is_not_blamed_on_the_tokenizer(undisturbed):
+    (undisturbed / "final" / "config.json").write_text('{"model_type": "meta')
+    with pytest.raises(ValueError, match=r"model: .*config.json is no configuration of a model"):
+        stream(undisturbed, "the memory")

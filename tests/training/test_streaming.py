@@ -13,7 +13,7 @@ from transformers.trainer_pt_utils import safe_globals
 
 from metaplastic.tasks import PackedText, byte_tokenizer, stream
 from metaplastic.training import MetaplasticTrainer, TrainConfig, train
-from metaplastic.training.trainer import checkpoints, step_of
+from metaplastic.training.checkpoint import checkpoints, step_of
 
 from .rows import packed_rows
 from .test_run import Stop, assert_same_run, logged
@@ -187,7 +187,9 @@ def test_bad_streams_claim_no_folder(streamed, corpus, tmp_path):
         ({"split": "test"}, "split 'test' cannot be read"),
         ({"text_column": "body"}, "text_column: .* no column 'body', expected one of 'text'"),
         ({"eval_split": "test"}, "split 'test' cannot be read"),
-        ({"held_out_documents": 60}, "dataset: got 0 tokens of text to train on, expected at least block_length = 32"),
+        ({"held_out_documents": 60}, "held_out_documents: got 60, but dataset .* has 60 documents with text: none is"),
+        ({"dataset_revision": "v1"}, "dataset_revision: got 'v1', but .* is a local folder, which has no revisions"),
+        ({"block_length": 4000, "eval_split": "validation"}, "held-out documents"),
         ({"held_out_documents": 61}, "held_out_documents: got 61, but dataset .* has 60 documents with text: none is"),
         ({"held_out_documents": 1, "block_length": 500}, r"held-out documents \(1 of .*\): got \d+ tokens"),
         ({"dataset": str(tmp_path / "nowhere")}, "dataset: got .*nowhere"),

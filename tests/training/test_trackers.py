@@ -1,5 +1,6 @@
 """Trackers are the Hugging Face Trainer's, found out before anything runs, and decide nothing."""
 
+import gc
 import json
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from transformers import TrainerCallback
 from transformers.integrations import integration_utils
 
 from metaplastic.training import MetaplasticTrainer, TrainConfig, train
+from metaplastic.training.trackers import check_trackers
 
 from .test_run import Stop, assert_same_run
 from .test_streaming import stop_at
@@ -71,6 +73,21 @@ def test_unknown_and_absent_trackers_are_found_out_first(tiny, tmp_path, monkeyp
     with pytest.raises(ValueError, match=expected):
         train(tiny(report_to=("stand", name)), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_tracker_that_is_not_there_is_not_tidied_up(monkeypatch, capsys):
+    """Of a real one: MLflow's expects in __del__ what its __init__ did not come to."""
+    monkeypatch.setattr(integration_utils, "is_mlflow_available", lambda: False)
+    with pytest.raises(ValueError, match=r"report_to: 'mlflow' is not installed \(MLflowCallback requires mlflow"):
+        check_trackers(["mlflow"])
+    gc.collect()
+    assert capsys.readouterr().err == ""
+
+
+def test_tensorboard_is_an_extra_of_ours(monkeypatch):
+    monkeypatch.setattr(integration_utils, "is_tensorboard_available", lambda: False)
+    with pytest.raises(ValueError, match=r"not installed \(pip install 'metaplastic\[tensorboard\]'\)"):
+        check_trackers(["tensorboard"])
 
 
 def test_no_tracker_is_the_default(tiny, tmp_path, monkeypatch):

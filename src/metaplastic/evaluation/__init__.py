@@ -1,6 +1,6 @@
 """Measuring: recall, speed, this machine's backends, and reports that a person looks at."""
 
 from ..report import Report
-from .recall import recall
+from .recall import recall, steps_until
 
-__all__ = ["Report", "recall"]
+__all__ = ["Report", "recall", "steps_until"]

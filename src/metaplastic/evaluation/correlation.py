@@ -203,7 +203,8 @@ def run_correlation(study: CorrelationStudy, output: str | Path, *, track: Track
     measurements = {
         "summary": summary(study, rows), "cases": study_pages.table(rows), "overshoot": study_pages.table(overshoots),
     }  # fmt: skip
-    result = results.record("study correlation", measurements, seeds=[SEED], settings=dataclasses.asdict(study))
+    settings = dataclasses.asdict(study) | {"quick": study == CorrelationStudy.quick()}
+    result = results.record("study correlation", measurements, seeds=[SEED], settings=settings)
     results.write_json(Path(output) / "results.json", result)
     return result, study_pages.correlation_page(result, Path(output))
 

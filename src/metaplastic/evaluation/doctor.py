@@ -1,7 +1,8 @@
 """``metaplastic doctor``: what runs on this machine and why, checked forward and backward against the reference.
 
 A configuration (operator, backend, device, dtype) that misses its tolerance goes on this machine's block list, and
-``auto`` stops picking it; one that passes comes off the list.
+``auto`` stops picking it; one that passes comes off the list. The old list holds until every check is done: a doctor
+that is killed on the way changes nothing.
 """
 
 import time
@@ -16,31 +17,38 @@ from ..ops import accuracy, dispatch
 
 class Check(NamedTuple):
     configuration: str
-    status: str  # "ok", "FAILED" or "unavailable"
+    status: str  # "ok", "FAILED", "unavailable" or "unwritable"
     detail: str
     largest_error: float | None = None
     seconds: float | None = None
 
 
 def check_backends() -> Iterator[Check]:
-    """Checks every backend on every device and dtype here, yielding as it goes; renews the block list at the end."""
+    """Checks every backend on every device and dtype here, yielding as it goes; renews the block list at the end.
+
+    If the list cannot be written, a last check says so, with the status "unwritable".
+    """
     devices = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
-    dispatch.block({})  # so that blocked configurations are measured again
     failed = {}
     for op, entries in dispatch.BACKENDS.items():
         for backend in entries:
             for device in devices:
                 for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
                     name = dispatch.configuration(op, backend, device, dtype)
-                    if (reason := dispatch.reason_against(op, backend, device, dtype)) is not None:
+                    with dispatch.block_list_ignored():  # what is on it is measured again
+                        reason = dispatch.reason_against(op, backend, device, dtype)
+                        check = _check(op, backend, device, dtype, name) if reason is None else None
+                    if check is None:
                         if dtype == torch.float32:
-                            yield Check(name, "unavailable", reason)
+                            yield Check(name, "unavailable", str(reason))
                         continue
-                    check = _check(op, backend, device, dtype, name)
                     if check.status == "FAILED":
                         failed[name] = check.detail
                     yield check
-    dispatch.block(failed)
+    try:
+        dispatch.block(failed)
+    except OSError as error:
+        yield Check("block list", "unwritable", f"what failed cannot be remembered: {error}")
 
 
 def _check(op: str, backend: str, device: str, dtype: torch.dtype, name: str) -> Check:

@@ -314,7 +314,8 @@ def run_forgetting(study: ForgettingStudy, output: str | Path, *, track: Track =
     measurements = {"summary": summary(study, found)} | {name: study_pages.table(rows) for name, rows in found.items()}
     windows = sorted({*study.windows, *study.varying, study.course})
     seeds = [seed for n in windows for seed in _seeds(n)]
-    result = results.record("study forgetting", measurements, seeds=seeds, settings=dataclasses.asdict(study))
+    settings = dataclasses.asdict(study) | {"quick": study == ForgettingStudy.quick()}
+    result = results.record("study forgetting", measurements, seeds=seeds, settings=settings)
     results.write_json(Path(output) / "results.json", result)
     return result, study_pages.forgetting_page(result, Path(output))
 

@@ -1,6 +1,8 @@
 """Recall of a trained model on associative-recall rows: accuracy over all queries and by the age of the pair."""
 
 import itertools
+import statistics
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -45,3 +47,16 @@ def recall(model: PreTrainedModel, dataset: MQARDataset, *, batch_size: int = 64
                 }
             )
     return {"accuracy": float(hit.mean()), "queries": len(hit), "by_age": by_age}
+
+
+def steps_until(curves: Sequence[Sequence[dict[str, float]]], accuracy: float) -> int | None:
+    """The first step at which the mean over ``curves`` (one per seed) reaches ``accuracy``; None if it never does.
+
+    A curve is a list of ``{"step": ..., "accuracy": ...}``; all are measured at the same steps.
+    """
+    for points in zip(*curves, strict=True):
+        if len(steps := {int(p["step"]) for p in points}) != 1:
+            raise ValueError(f"curves must be measured at the same steps, got steps {sorted(steps)} side by side")
+        if statistics.mean(p["accuracy"] for p in points) >= accuracy:
+            return steps.pop()
+    return None

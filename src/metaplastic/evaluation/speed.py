@@ -91,6 +91,38 @@ def bench_palimpsa_cpu(
     }
 
 
+def palimpsa_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """What :func:`bench_palimpsa_cpu` measured, as a person reads it."""
+    sizes = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in found["shape"].items())
+    rows = [("shape", sizes), ("threads", str(found["threads"]))]
+    names = {"reference": "token loop", "chunked": "chunked", "cpu": "CPU kernel"}
+    for part, shown in {"forward": "forward", "forward_backward": "forward and backward"}.items():
+        loop = found[f"reference_{part}_ms"]
+        for side, name in names.items():
+            took = found[f"{side}_{part}_ms"]
+            row = f"{took:,.4g} ms"
+            if side != "reference":
+                row += f", {loop / took:,.3g} times the token loop's speed"
+                row += " (slower: on a CPU chunks save memory, not time)" if side == "chunked" and took > loop else ""
+            rows.append((f"{shown}: {name}", row))
+    return [
+        *rows,
+        (
+            "CPU kernel, extra peak memory",
+            f"{found['cpu_extra_peak_memory_mb']:,.3g} MiB beyond inputs, outputs, gradients",
+        ),
+    ]
+
+
+def decode_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """What :func:`bench_decode` measured, as a person reads it."""
+    steps = {k.removesuffix("_step_ms"): v for k, v in found.items() if k.endswith("_step_ms")}
+    first, second = steps
+    rows = [("model", found["model"]), ("threads", str(found["threads"]))]
+    rows += [(f"one token: {name}", f"{took:,.4g} ms") for name, took in steps.items()]
+    return [*rows, (f"{first} over {second}", f"{found['ratio']:.3f} times its time")]
+
+
 def bench_decode(mixers: tuple[str, str] = ("palimpsa_d", "palimpsa_d_additive"), steps: int = 40) -> dict[str, Any]:
     """One greedy decode step of a 170M model at batch 1, with each mixer: medians of alternating steps."""
     sides: dict[str, Callable[[], Any]] = {}

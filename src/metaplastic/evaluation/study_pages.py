@@ -1,5 +1,7 @@
 """Plots and pages of the two studies, drawn from their result records alone."""
 
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ _NAMES = {
     "rescaled": "matched N', evidence rescaled", "window": "exact window", "exact": "exact", "mean_field": "mean-field",
     "additive": "additive",
 }  # fmt: skip
+_ASKED: dict[str, Any] = {"linestyle": "--", "marker": "s", "markersize": 4, "markerfacecolor": "white"}
 
 
 def table(rows: Rows) -> dict[str, list[Any]]:
@@ -43,21 +46,47 @@ def _line(axes: Any, data: Rows, x: str, y: str, kind: str, *, label: str | None
 
 
 def _grid(across: int, down: int) -> tuple[Any, Any]:
+    """At most three panels across: a page is 60 letters wide, and labels must be readable on it."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(3.3 * across, 2.7 * down))
+    figure = Figure(figsize=(3.4 * across, 2.8 * down))
     return figure, figure.subplots(down, across, squeeze=False)
 
 
-def _add(report: Report, figure: Any, axes: Any, path: Path, *, columns: int = 5) -> None:
-    """One legend below all panels."""
+def _add(report: Report, figure: Any, axes: Any, caption: str, path: Path, *, columns: int = 3) -> None:
+    """One legend below all panels; those without a curve are left out."""
     entries: dict[str, Any] = {}
     for panel in axes.flat:
+        panel.set_visible(panel.has_data())
         for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
             entries.setdefault(label, handle)
     figure.tight_layout()
     figure.legend(list(entries.values()), list(entries), loc="upper center", bbox_to_anchor=(0.5, 0.0), ncol=columns)
-    report.figure(figure, save=path)
+    report.figure(figure, caption, save=path)
+
+
+def _log(axis: Any, places: Sequence[float] = ()) -> None:
+    """A logarithmic axis in plain numbers, ticks at ``places`` or at decades (and at 2 and 5 if it spans only one)."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
+
+    plain = FuncFormatter(lambda value, _: f"{value:g}" if 1e-3 <= value < 1e4 else f"$10^{{{math.log10(value):g}}}$")
+    axis.axes.set(**{f"{axis.axis_name}scale": "log"})
+    axis.set_major_formatter(plain)
+    low, high = axis.get_view_interval()
+    few = not places and math.floor(math.log10(high)) <= math.ceil(math.log10(low))  # one decade or none
+    axis.set_major_locator(FixedLocator(sorted(set(places))) if places else LogLocator(subs=(1, 2, 5) if few else (1,)))
+    axis.set_minor_formatter(NullFormatter())
+    if places or few:
+        axis.set_minor_locator(NullLocator())
+
+
+def _opening(report: Report, settings: dict[str, Any], text: str) -> None:
+    if settings["quick"]:
+        report.text(
+            f"This is a run with --quick, {settings['draws']} draws at small sizes, to see that everything runs: its "
+            "numbers are not the findings."
+        )
+    report.text(text)
 
 
 def forgetting_page(result: dict[str, Any], output: Path) -> Path:
@@ -65,40 +94,60 @@ def forgetting_page(result: dict[str, Any], output: Path) -> Path:
     worlds = list(dict.fromkeys(row["world"] for row in rows(measured["distances"])))
     gates = list(dict.fromkeys(row["gate"] for row in rows(measured["distances"])))
     report = Report("Geometric forgetting and the sliding window")
-    report.text(
+    text = (
         f"Linear regression, keys on the sphere of {settings['key_size']} dimensions, noise {settings['noise']:g}, "
         f"{settings['draws']} draws; bands are one standard deviation over them. KL is in nats per value row."
     )
+    _opening(report, settings, text)
     _summary(report, measured["summary"])
     report.heading("Distance from the exact window")
-    report.text("Fixed gate: the window of N tokens. Varying gates: solid counted, dashed asked (last N_t tokens).")
+    report.text(
+        "A fixed gate holds N tokens' worth, and the window is the last N tokens. With a varying gate the last N_t "
+        "tokens (dashed, open squares) are not what the recursion holds, the last n_t tokens (solid, dots) are."
+    )
     figure, axes = _grid(len(gates), len(worlds))
     for panels, world in zip(axes, worlds, strict=True):
         for panel, gate in zip(panels, gates, strict=True):
-            meanings = {"asked": "-"} if gate == "fixed" else {"counted": "-", "asked": "--"}
+            held = "asked" if gate == "fixed" else "counted"  # the same where the gate is fixed
             for belief in ("geometric", "palimpsa", "matched", "rescaled"):
-                for window, style in meanings.items():
-                    if style == "-" or belief in ("geometric", "palimpsa"):
-                        data = rows(measured["distances"], world=world, gate=gate, belief=belief, window=window)
-                        shown = None if style == "-" else "_"
-                        _line(panel, data, "N", "divergence", belief, linestyle=style, label=shown)
-            panel.set(xscale="log", yscale="log", xlabel="N", ylabel="KL from window", title=f"{world}, {gate} gate")
-    _add(report, figure, axes, output / "distance.png")
+                data = rows(measured["distances"], world=world, gate=gate, belief=belief, window=held)
+                _line(panel, data, "N", "divergence", belief)
+                if gate != "fixed" and belief in ("geometric", "palimpsa"):
+                    data = rows(measured["distances"], world=world, gate=gate, belief=belief, window="asked")
+                    label = f"{_NAMES[belief]}, from the last N_t tokens"
+                    _line(panel, data, "N", "divergence", belief, label=label, **_ASKED)
+            ticks = [row["N"] for row in rows(measured["distances"], world=world, gate=gate, belief="geometric")]
+            panel.set(xlabel="N (tokens)", ylabel="KL from window (nats)", title=f"{world}, {gate} gate")
+            _log(panel.xaxis, ticks)
+            _log(panel.yaxis)
+    caption = (
+        "KL from the exact window against N, by world and gate. Solid, dots: from the last n_t tokens, those that the "
+        "recursion holds (N with a fixed gate). Dashed, open squares: from the last N_t tokens."
+    )
+    _add(report, figure, axes, caption, output / "distance.png")
     report.heading("Which is better: error against the true map, and calibration")
     report.text("Fixed gate. Calibration: squared error of the read-out over the variance claimed for it; 1 is right.")
     figure, axes = _grid(len(worlds), 3)
-    for panels, what in zip(axes, ("error", "excess_loss", "calibration"), strict=True):
+    labels = {
+        "error": "squared error per element", "excess_loss": "excess log loss (nats)",
+        "calibration": "error / claimed variance",
+    }  # fmt: skip
+    for panels, (what, label) in zip(axes, labels.items(), strict=True):
         for panel, world in zip(panels, worlds, strict=True):
             for belief in ("window", "geometric", "matched", "rescaled", "palimpsa"):
                 name = "window_asked" if belief == "window" else belief
                 _line(panel, rows(measured["qualities"], world=world, gate="fixed", belief=name), "N", what, belief)
-            panel.set(xscale="log", yscale="log", xlabel="N", ylabel=what.replace("_", " "), title=world)
             if what == "calibration":
                 panel.axhline(1, color="#8c959f", linestyle=":")
-    _add(report, figure, axes, output / "quality.png")
+            panel.set(xlabel="N (tokens)", ylabel=label, title=world)
+            _log(panel.xaxis, settings["windows"])
+            _log(panel.yaxis)
+    caption = "Squared error per element, excess log loss and calibration (1 is right) against N, by world; fixed gate."
+    _add(report, figure, axes, caption, output / "quality.png")
     report.heading("Around a switch")
     figure, axes = _grid(2, 2)
-    for panels, what in zip(axes, ("error", "divergence"), strict=True):
+    labels = {"error": "squared error per element", "divergence": "KL from window (nats)"}
+    for panels, (what, label) in zip(axes, labels.items(), strict=True):
         for panel, gate in zip(panels, ("fixed", "step"), strict=True):
             for belief in ("window", "geometric", "matched", "rescaled", "palimpsa"):
                 meaning = "window_asked" if gate == "fixed" else "window_kept"
@@ -106,8 +155,10 @@ def forgetting_page(result: dict[str, Any], output: Path) -> Path:
                 data = rows(measured["course"], gate=gate, belief=name)
                 _line(panel, data, "new_tokens", what, belief, marker="")
             window = settings["course"]
-            panel.set(yscale="log", xlabel="tokens of the new world", ylabel=what, title=f"{gate} gate, N = {window}")
-    _add(report, figure, axes, output / "course.png")
+            panel.set(xlabel="tokens of the new world", ylabel=label, title=f"{gate} gate, N = {window}")
+            _log(panel.yaxis)
+    caption = "Squared error and KL from the window before and after the switch, with a fixed and a step gate."
+    _add(report, figure, axes, caption, output / "course.png")
     report.heading("Which N' comes closest to a window of N")
     figure, axes = _grid(2, 1)
     for panel, evidence in zip(axes[0], ("as is", "rescaled"), strict=True):
@@ -118,59 +169,90 @@ def forgetting_page(result: dict[str, Any], output: Path) -> Path:
             panel.plot(places, values, "o-", alpha=0.35 + 0.2 * shade, color="#0969da", label=f"N = {window}")
         limit = sorted({(row["ratio"], row["many_tokens"]) for row in data})
         panel.plot(*zip(*limit, strict=True), "k:", label="many tokens, theory")
-        panel.set(xlabel="N' / N", ylabel="KL per key dimension", title=f"evidence {evidence}", yscale="log")
-    _add(report, figure, axes, output / "matching.png")
+        panel.set(xlabel="N' / N", ylabel="KL per key dimension (nats)", title=f"evidence {evidence}")
+        _log(panel.yaxis)
+    caption = "KL per key dimension of geometric forgetting at N' from a window of N, against N' / N; stationary world."
+    _add(report, figure, axes, caption, output / "matching.png", columns=5)
     report.heading("Other key sizes and noise (stationary, fixed gate)")
     _table(report, rows(measured["other_settings"]))
     _facts(report, result)
     return report.write(output / "index.html")
 
 
+_ANSWERS = {"retrieved": "share of values retrieved", "recall_cosine": "cosine of answer and value"}
+_BELIEF = {
+    "divergence": "KL from exact (nats)",
+    "calibration_stored": "error / claimed variance,\nstored keys",
+    "calibration_fresh": "error / claimed variance,\nfresh directions",
+}
+_KEYS = {
+    "shared": ("keys share a direction", "rho, cosine of any two keys"),
+    "neighbouring": ("each key follows the last", "rho, cosine of neighbours"),
+    "repeated": ("keys repeat", "times each key is seen"),
+    "activated": ("keys out of a SiLU", "scale of SiLU's input"),
+}
+
+
 def correlation_page(result: dict[str, Any], output: Path) -> Path:
     stored, settings = result["measurements"]["cases"], result["settings"]
-    rules, load, noise = ("exact", "mean_field", "palimpsa", "additive"), settings["load"], settings["noise"]
+    load, noise = settings["load"], settings["noise"]
     kinds = list(dict.fromkeys(row["keys"] for row in rows(stored)))
     report = Report("What Palimpsa loses as keys grow correlated")
-    report.text(
+    text = (
         f"{settings['key_size']} key and {settings['value_size']} value dimensions, {settings['draws']} draws; bands "
-        "are one standard deviation over them. Retrieved: the nearest stored value, by angle, is the right one."
+        "are one standard deviation over them. Retrieved: the nearest stored value, by angle, is the right one. Error "
+        "over claimed variance: of the answers, squared, against the true map; 1 is calibrated."
     )
+    _opening(report, settings, text)
     _summary(report, result["measurements"]["summary"])
-    report.heading(f"Load {load:g}, noise {noise:g}")
-    panels_of = {
-        "retrieved": "random", "recall_cosine": "random", "mean_distance": "map", "divergence": "map",
-        "calibration_stored": "map", "calibration_fresh": "map",
-    }  # fmt: skip
-    figure, axes = _grid(len(panels_of), len(kinds))
-    for panels, kind in zip(axes, kinds, strict=True):
-        for panel, (what, values) in zip(panels, panels_of.items(), strict=True):
-            for rule in rules:
-                if not (rule == "exact" and what in ("mean_distance", "divergence")):
-                    data = rows(stored, keys=kind, load=load, noise=noise, N=None, values=values, rule=rule)
-                    _line(panel, data, "degree", what, rule)
-            scale = "linear" if what in ("retrieved", "recall_cosine") else "log"
-            degree = {"repeated": "times each key is seen", "activated": "scale of SiLU's input"}.get(kind, "rho")
-            panel.set(yscale=scale, xlabel=degree, ylabel=what.replace("_", " "), title=f"{kind}, {values} values")
-    _add(report, figure, axes, output / "correlation.png")
-    report.heading("Loads, weak evidence, forgetting: shared keys, random values")
+    pages = {
+        "recall": (_ANSWERS, "random", "Recall of random values: share retrieved and cosine of the answers"),
+        "belief": (_BELIEF, "map", "Values of a true map: KL from the exact posterior and calibration"),
+    }
+    for name, (labels, values, title) in pages.items():
+        report.heading(f"{title}; load {load:g}, noise {noise:g}")
+        figure, axes = _grid(len(labels), len(kinds))
+        for panels, kind in zip(axes, kinds, strict=True):
+            for panel, what in zip(panels, labels, strict=True):
+                where = {"keys": kind, "load": load, "noise": noise, "N": None, "values": values}
+                _rules(panel, stored, where, what, labels[what], *_KEYS[kind])
+        caption = f"{title}, against the degree of correlation, for four kinds of keys. Load {load:g}, noise {noise:g}."
+        _add(report, figure, axes, caption, output / f"{name}.png", columns=4)
+    report.heading("Loads, weak evidence, forgetting: keys that share a direction")
     cases: list[tuple[str, dict[str, Any]]] = [
         (f"load {each:g}", {"load": each, "noise": noise, "N": None}) for each in settings["loads"]
     ]
     cases += [(f"noise {each:g}", {"load": load, "noise": each, "N": None}) for each in settings["other_noises"]]
     windows = dict.fromkeys(r["N"] for r in rows(stored, keys="shared") if r["N"] is not None)
     cases += [(f"forgetting, N = {each:g}", {"load": load, "noise": noise, "N": each}) for each in windows]
-    figure, axes = _grid(len(cases), 2)
-    for panels, (what, values) in zip(axes, {"retrieved": "random", "calibration_stored": "map"}.items(), strict=True):
-        for panel, (title, where) in zip(panels, cases, strict=True):
-            for rule in rules:
-                _line(panel, rows(stored, keys="shared", values=values, rule=rule, **where), "degree", what, rule)
-            panel.set(xlabel="rho", ylabel=what.replace("_", " "), title=title)
-            panel.set_yscale("linear" if what == "retrieved" else "log")
-    _add(report, figure, axes, output / "loads.png")
+    down = -(-len(cases) // 3)
+    figure, axes = _grid(3, 2 * down)
+    shown = {"retrieved": ("random", _ANSWERS), "calibration_stored": ("map", _BELIEF)}
+    for panels, (what, (values, labels)) in zip((axes[:down], axes[down:]), shown.items(), strict=True):
+        for panel, (title, where) in zip(panels.flat, cases, strict=False):
+            where = where | {"keys": "shared", "values": values}
+            _rules(panel, stored, where, what, labels[what], title, _KEYS["shared"][1])
+    caption = (
+        "Above: share of random values retrieved. Below: squared error over claimed variance at stored keys. Against "
+        "the cosine of any two keys, for several loads, weak evidence (noise) and forgetting."
+    )
+    _add(report, figure, axes, caption, output / "loads.png", columns=4)
     report.heading("One key seen again and again: the answer as a share of its value")
     _table(report, rows(result["measurements"]["overshoot"]))
     _facts(report, result)
     return report.write(output / "index.html")
+
+
+def _rules(
+    panel: Any, stored: dict[str, list[Any]], where: dict[str, Any], what: str, label: str, title: str, degree: str
+) -> None:
+    """A panel of all four rules against the degree of correlation; the exact one is no distance from itself."""
+    for rule in ("exact", "mean_field", "palimpsa", "additive"):
+        if (rule, what) != ("exact", "divergence"):
+            _line(panel, rows(stored, rule=rule, **where), "degree", what, rule)
+    if what not in _ANSWERS:
+        _log(panel.yaxis)
+    panel.set(xlabel=degree, ylabel=label, title=title)
 
 
 def _table(report: Report, data: Rows) -> None:

@@ -16,7 +16,16 @@ from ..report import Report
 from .replay import LayerMemory, Spread, watch
 
 _PIECE = 2048  # tokens fed at once: activations stay small, the memory goes on through the cache
-SUMMARY = ("mixer", "kind", "limit over heads", "ratio", "window")
+SUMMARY = ("mixer", "kind", "limit", "ratio", "window")
+LEGEND = (
+    "limit: max |I - prior| / prior, least to largest head; far below 1 the memory is the additive rule (Mamba2).\n"
+    "ratio: (I_max - I_min) / I_min, how differently its elements resist change; median over tokens, then heads.\n"
+    "window: N = 1 / (1 - alpha), how many tokens it forgets over; median over tokens, then heads."
+)
+CAPTION = (
+    "Every head of every mixer. Left: how far its surest element is above the prior (0 on the scale: as much evidence "
+    "as the prior holds). Right: over how many tokens it forgets. Grey: no such quantity."
+)
 _LEAST = 1e-12  # what a limit of exactly 0 is drawn as
 
 
@@ -80,13 +89,13 @@ def figure(layers: Sequence[LayerMemory]) -> Any:
     from matplotlib.figure import Figure
 
     panels = {
-        "log10 of max |I - prior| / prior": [m.limit for m in layers],
-        "log10 of the memory window N (tokens), median": [
+        ("largest |I - prior| / prior", "log10 of the limit"): [m.limit for m in layers],
+        ("memory window N, median over tokens", "log10 of N in tokens"): [
             None if m.window is None else m.window.median for m in layers
         ],
     }
     drawing = Figure(figsize=(11, 1.6 + 0.3 * len(layers)), layout="constrained")
-    for axes, (title, rows) in zip(drawing.subplots(1, 2), panels.items(), strict=True):
+    for axes, ((title, shown), rows) in zip(drawing.subplots(1, 2), panels.items(), strict=True):
         axes.set(title=title, xlabel="head", ylabel="mixer", facecolor="#d8dee4")
         axes.set_yticks(range(len(layers)), [f"{i}  {m.kind}" for i, m in enumerate(layers)])
         heads = max((len(row) for row in rows if row is not None), default=1)
@@ -96,7 +105,7 @@ def figure(layers: Sequence[LayerMemory]) -> Any:
                 grid[i, : len(row)] = row.clamp(min=_LEAST).log10().nan_to_num(posinf=math.nan)
         axes.set_xticks(range(0, heads, max(1, heads // 8)))
         if np.isfinite(grid).any():
-            drawing.colorbar(axes.imshow(grid, aspect="auto", interpolation="nearest"), ax=axes)
+            drawing.colorbar(axes.imshow(grid, aspect="auto", interpolation="nearest"), ax=axes, label=shown)
         else:
             axes.imshow(grid, aspect="auto", vmin=0, vmax=1)
             axes.text(0.5, 0.5, "no such quantity", transform=axes.transAxes, ha="center", va="center")
@@ -113,12 +122,14 @@ def _write_page(layers: Sequence[LayerMemory], record: dict[str, Any], output: P
         "most that fraction. The ratio (I_max - I_min) / I_min says how differently its elements resist change; the "
         "window N = 1 / (1 - alpha) is how many tokens it forgets over."
     )
-    page.figure(figure(layers), save=output / "memory.png")
+    page.figure(figure(layers), CAPTION, save=output / "memory.png")
     page.heading("Mixers")
     page.table(SUMMARY, [summary_row(m) for m in layers])
-    page.text("Ratio and window: the median over tokens, then over heads.")
+    for line in LEGEND.splitlines():
+        page.text(line)
     page.heading("Heads")
-    columns = ["mixer", "head", "limit", "median", "ratio", "largest", "window: quartiles", "", ""]
+    columns = ["mixer", "head", "limit, largest", "limit, median", "ratio, median", "ratio, largest"]
+    columns += ["window, lower quartile", "window, median", "window, upper quartile"]
     page.table(columns, [row for m in layers for row in _head_rows(m)])
     page.facts(record)
     return page.write(output / "index.html")

@@ -23,7 +23,8 @@ from ..ops.contract import compute_dtype
 from ..rules import GaussianState
 from ..rules import bayesian as rule
 from .convolution import ShortConvolution
-from .mixer import BayesianGates, Mixer, MixerState, Projected, check_flags, check_positive, check_sizes, l2_normalize
+from .mixer import BayesianGates, Mixer, MixerState, Projected, l2_normalize
+from .options import check_flags, check_positive, check_sizes
 
 DECAYS, NOISES = ("head", "key"), ("coupled", "free")
 
@@ -149,7 +150,7 @@ class BayesianLayer(Mixer):
         angle = None
         if self.angle_proj is not None:
             # Any elementwise operation: Inductor cannot keep a bare view for the backward pass at symbolic sizes.
-            angle = -(-self.angle_proj(x).to(dtype).unflatten(-1, (self.num_heads, -1)))
+            angle = torch.neg(-self.angle_proj(x).to(dtype).unflatten(-1, (self.num_heads, -1)))
         if keep is not None:
             pad = ~keep[..., None]
             k, g, process = (_silent(z, pad) for z in (k, g, process))

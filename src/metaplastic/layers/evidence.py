@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..rules import PalimpsaState
-from .mixer import Mixer, PalimpsaGates, check_flags, check_positive, check_range, check_sizes
+from .mixer import Mixer, PalimpsaGates
+from .options import check_flags, check_positive, check_range, check_sizes
 
 
 class Evidence(Mixer):

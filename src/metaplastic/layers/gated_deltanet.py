@@ -17,17 +17,8 @@ from torch import Tensor, nn
 from ..ops.contract import compute_dtype
 from ..rules import DeltaState
 from .convolution import ShortConvolution
-from .mixer import (
-    DeltaGates,
-    Mixer,
-    MixerState,
-    Projected,
-    check_flags,
-    check_positive,
-    check_sizes,
-    l2_normalize,
-    repeat_heads,
-)
+from .mixer import DeltaGates, Mixer, MixerState, Projected, l2_normalize, repeat_heads
+from .options import check_flags, check_positive, check_sizes
 
 
 class GatedDeltaNet(Mixer):

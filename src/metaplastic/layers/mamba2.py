@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from ..ops.contract import compute_dtype
 from .convolution import ShortConvolution
-from .mixer import Mixer, Projected, check_flags, check_positive, check_range, check_sizes, repeat_heads
+from .mixer import Mixer, Projected, repeat_heads
+from .options import check_flags, check_positive, check_range, check_sizes
 
 
 class GatedRMSNorm(nn.Module):

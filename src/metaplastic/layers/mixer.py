@@ -12,6 +12,7 @@ from ..ops import dispatch
 from ..ops.contract import check_mask, check_packing, compute_dtype, inside_sequences, read_offsets
 from ..rules import AdditiveState, DeltaState, GaussianState, PalimpsaState
 from .convolution import ShortConvolution
+from .options import check_range, check_sizes
 
 
 class AdditiveGates(NamedTuple):
@@ -244,38 +245,6 @@ class Mixer(nn.Module):
             mask=keep if cu_seqlens is None else None,
             cu_seqlens=cu_seqlens,
         )
-
-
-def check_sizes(**sizes: Any) -> None:
-    for name, size in sizes.items():
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise ValueError(f"{name} must be an integer >= 1, got {size!r}")
-
-
-def check_flags(**flags: Any) -> None:
-    for name, flag in flags.items():
-        if not isinstance(flag, bool):
-            raise ValueError(f"{name} must be True or False, got {flag!r}")
-
-
-def check_positive(**numbers: Any) -> None:
-    for name, x in numbers.items():
-        if not _is_number(x) or not 0 < x < math.inf:
-            raise ValueError(f"{name} must be > 0 and finite, got {x!r}")
-
-
-def check_range(name: str, given: Any, least: float, *, unbounded: bool = False) -> tuple[float, float]:
-    """``given`` as (low, high) with least <= low <= high, high finite unless ``unbounded``."""
-    pair = tuple(given) if isinstance(given, (tuple, list)) else ()
-    if len(pair) != 2 or not all(map(_is_number, pair)) or not least <= pair[0] <= pair[1]:
-        raise ValueError(f"{name} must be (low, high) with {least:g} <= low <= high, got {given!r}")
-    if not unbounded and pair[1] == math.inf:
-        raise ValueError(f"{name} must be finite, got {given!r}")
-    return pair
-
-
-def _is_number(x: Any) -> bool:
-    return isinstance(x, (int, float)) and not isinstance(x, bool)
 
 
 def l2_normalize(x: Tensor) -> Tensor:

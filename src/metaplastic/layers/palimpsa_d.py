@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from ..ops.contract import compute_dtype
 from .convolution import ShortConvolution
 from .evidence import Evidence
-from .mixer import Mixer, Projected, check_positive, check_sizes, l2_normalize, repeat_heads
+from .mixer import Mixer, Projected, l2_normalize, repeat_heads
+from .options import check_positive, check_sizes
 
 
 class PalimpsaDAdditive(Mixer):

@@ -6,9 +6,11 @@ Importing this package registers ``MetaplasticConfig`` and ``MetaplasticForCausa
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from .cache import fork_cache, load_cache, save_cache
+from .cache import fork_cache
+from .cache_files import load_cache, save_cache
 from .configuration import MetaplasticConfig
 from .modeling import MetaplasticForCausalLM, MetaplasticModel
+from .plasticity import metaplastic_form
 from .size import ModelSize, size
 
 AutoConfig.register(MetaplasticConfig.model_type, MetaplasticConfig)
@@ -22,6 +24,7 @@ __all__ = [
     "ModelSize",
     "fork_cache",
     "load_cache",
+    "metaplastic_form",
     "save_cache",
     "size",
 ]

@@ -68,6 +68,21 @@ class MetaplasticConfig(PreTrainedConfig):
             raise ValueError(f"unknown configuration key {', '.join(map(repr, unknown))}; known: {', '.join(_FIELDS)}")
         self._check_types()
         super().__post_init__(**kwargs)
+        self.check()
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs):
+        """As in Hugging Face, but fields given by name are checked with the others instead of set afterwards."""
+        fields = {name: kwargs.pop(name) for name in _FIELDS if name in kwargs}
+        return super().from_dict(config_dict | fields, **kwargs)
+
+    def check(self) -> None:
+        """Checks every field and writes ``mixers`` as one name per layer. Models do it again: fields can be assigned.
+
+        Raises:
+            ValueError: a mixer or option that there is not, or sizes that do not fit; the message names it.
+        """
+        self._check_types()
         if isinstance(self.mixers, str):
             self.mixers = [self.mixers] * self.num_hidden_layers
         self.mixers = list(self.mixers)
@@ -91,6 +106,9 @@ class MetaplasticConfig(PreTrainedConfig):
                 raise ValueError(
                     f"backend of mixer {name!r} must be one of {', '.join(map(repr, backends))}, got {backend!r}"
                 )
+            if name not in self.mixers:
+                used = ", ".join(map(repr, dict.fromkeys(self.mixers)))
+                raise ValueError(f"mixer_options names {name!r}, which no layer is: mixers are {used}")
 
     def _check_types(self) -> None:
         """Values from a shell or a JSON file come as anything: every field is checked before it is used."""
@@ -117,15 +135,19 @@ class MetaplasticConfig(PreTrainedConfig):
 
     def mixer_arguments(self, layer_idx: int) -> dict[str, Any]:
         """The keyword arguments of layer ``layer_idx``'s mixer, defaults filled in."""
-        options = dict((self.mixer_options or {}).get(self.mixers[layer_idx], {}))
+        name = self.mixers[layer_idx]
+        return {"hidden_size": self.hidden_size} | self.fill(name, (self.mixer_options or {}).get(name, {}))
+
+    def fill(self, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+        """``options`` of mixer ``name``, with those that follow from the model's sizes."""
+        options = dict(options)
         heads = options.setdefault("num_heads", 4)
-        if not isinstance(heads, int) or heads < 1:
-            raise ValueError(f"num_heads of mixer {self.mixers[layer_idx]!r} must be an integer >= 1, got {heads!r}")
-        expansion = MIXERS[self.mixers[layer_idx]].value_expansion
+        if not _is_integer(heads) or heads < 1:
+            raise ValueError(f"num_heads of mixer {name!r} must be an integer >= 1, got {heads!r}")
         options.setdefault("key_size", max(1, self.hidden_size // heads))
-        options.setdefault("value_size", max(1, expansion * self.hidden_size // heads))
+        options.setdefault("value_size", max(1, MIXERS[name].value_expansion * self.hidden_size // heads))
         options.setdefault("norm_eps", self.norm_eps)
-        return {"hidden_size": self.hidden_size} | options
+        return options
 
     @property
     def layer_types(self) -> list[str]:
@@ -159,14 +181,21 @@ def _are_options(x: Any) -> bool:
 
 
 def mixer_option_names(name: str) -> list[str]:
-    """The options of a mixer: the arguments of its constructors, its bases' included, except hidden_size."""
-    names: dict[str, None] = {}
-    for cls in reversed(MIXERS[name].__mro__):
-        if "__init__" in vars(cls) and cls.__module__.startswith("metaplastic"):
-            for p in inspect.signature(cls.__init__).parameters.values():
-                if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY):
-                    names[p.name] = None
-    return [n for n in names if n not in ("self", "hidden_size")]
+    """The options of a mixer: the arguments of its constructor, its bases' that it passes on too, but hidden_size."""
+    return list(mixer_defaults(name))
+
+
+def mixer_defaults(name: str) -> dict[str, Any]:
+    """The options of a mixer with their defaults (``inspect.Parameter.empty`` where the configuration fills it in)."""
+    parts: list[dict[str, Any]] = []
+    for cls in MIXERS[name].__mro__:
+        if "__init__" in vars(cls):
+            given = inspect.signature(cls.__init__).parameters.values()
+            named = [p for p in given if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+            parts.append({p.name: p.default for p in named if p.name not in ("self", "hidden_size")})
+            if len(named) == len(given):  # nothing is passed on to the next class
+                break
+    return {n: default for part in reversed(parts) for n, default in part.items()}
 
 
 _FIELDS = list(MetaplasticConfig.__annotations__)

@@ -9,18 +9,20 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import Cache, PreTrainedModel
-from transformers import initialization as init
+from transformers import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import ModelOutput
 from transformers.utils import can_return_tuple
 
 from ..layers import MIXERS
+from ..layers.mixer import MixerState
 from ..ops.contract import check_mask, check_packing, inside_sequences
 from . import cache as states
 from . import packing
+from .arguments import check_inputs, check_targets
 from .configuration import MetaplasticConfig
 from .generation import RecurrentGenerationMixin, one_cache
+from .pretrained import MetaplasticPreTrainedModel
 
 
 @dataclass
@@ -67,64 +69,27 @@ class MetaplasticBlock(GradientCheckpointingLayer):
             self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
 
     def forward(
-        self, x: Tensor, mask: Tensor | None = None, cu_seqlens: Tensor | None = None, cache: Cache | None = None
-    ) -> Tensor:
-        state = None if cache is None else states.read(cache, self.layer_idx, self.mixer.memory_type)
+        self,
+        x: Tensor,
+        state: MixerState | None = None,
+        mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        keep_state: bool = True,
+    ) -> tuple[Tensor, MixerState | None]:
+        """The new activations and the mixer's new state (None unless ``keep_state``)."""
         y, state = self.mixer(self.mixer_norm(x), state, mask=mask, cu_seqlens=cu_seqlens)
-        if cache is not None:
-            states.write(cache, self.layer_idx, state, self.mixer_name)
         x = x + y
-        return x if self.mlp is None else x + self.mlp(self.mlp_norm(x))
-
-
-class MetaplasticPreTrainedModel(PreTrainedModel):
-    config: MetaplasticConfig
-    config_class = MetaplasticConfig
-    base_model_prefix = "model"
-    supports_gradient_checkpointing = True
-    _no_split_modules = ["MetaplasticBlock"]
-    _can_compile_fullgraph = True
-    _is_stateful = True
-
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        """Hugging Face calls this on modules with anything left to initialise, after loading; loaded tensors stay."""
-        if isinstance(module, (nn.Linear, nn.Embedding)):
-            # The evidence projection starts at +-rank^-1/2, as published; everything else at initializer_range.
-            if (bound := getattr(module, "uniform_range", None)) is not None:
-                init.uniform_(module.weight, -bound, bound)
-            else:
-                init.normal_(module.weight, std=self.config.initializer_range)
-            if isinstance(bias := getattr(module, "bias", None), Tensor):
-                init.zeros_(bias)
-        elif callable(reset := getattr(module, "reset_parameters", None)):
-            own = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
-            loaded = {n: p.clone() for n, p in own.items() if getattr(p, "_is_hf_initialized", False)}
-            reset()
-            for name, value in loaded.items():
-                own[name].copy_(value)
-
-    @classmethod
-    def from_pretrained(cls, path, *args, strict: bool = True, output_loading_info: bool = False, **kwargs):
-        """As in Hugging Face, but missing or unexpected weights are an error unless ``strict=False``."""
-        loaded: Any = super().from_pretrained(path, *args, output_loading_info=True, **kwargs)
-        model, info = loaded
-        problems = {name: sorted(info[name]) for name in ("missing_keys", "unexpected_keys") if info[name]}
-        if strict and problems:
-            found = "; ".join(
-                f"{len(keys)} {name.replace('_', ' ')}: {', '.join(keys[:5])}{', ...' if len(keys) > 5 else ''}"
-                for name, keys in problems.items()
-            )
-            raise ValueError(
-                f"the checkpoint {str(path)!r} does not fit {cls.__name__}: {found} (strict=False loads it)"
-            )
-        return (model, info) if output_loading_info else model
+        x = x if self.mlp is None else x + self.mlp(self.mlp_norm(x))
+        return x, state if keep_state else None
 
 
 class MetaplasticModel(MetaplasticPreTrainedModel):
     """Embedding, blocks and final norm, without the output layer."""
 
+    _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]  # of a checkpoint of MetaplasticForCausalLM
+
     def __init__(self, config: MetaplasticConfig):
+        config.check()
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(MetaplasticBlock(config, i) for i in range(config.num_hidden_layers))
@@ -173,17 +138,19 @@ class MetaplasticModel(MetaplasticPreTrainedModel):
             use_cache: None: as configured, but not in training nor for packed sequences.
             cu_seqlens: ``[N + 1]`` offsets of sequences packed along T (then B = 1 and no cache).
             output_hidden_states: also return the embeddings and the output of each block (the last one after the norm).
+                None: as configured.
             past_key_values: the older name of ``cache``.
             packed: other ways to say ``cu_seqlens``, see :mod:`metaplastic.models.packing`.
         """
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("give exactly one of input_ids and inputs_embeds")
-        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        check_inputs(input_ids, inputs_embeds, attention_mask, self.config.hidden_size)
+        x: Any = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         cache = one_cache(cache, past_key_values)
         cu_seqlens = packing.offsets(cu_seqlens, packed, x, attention_mask)
         checkpointing = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training and cu_seqlens is None
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
         if (use_cache or cache is not None) and cu_seqlens is not None:
             raise ValueError("cu_seqlens (packed sequences) cannot be used with a cache: pass use_cache=False")
         if attention_mask is not None and cu_seqlens is not None:
@@ -200,13 +167,18 @@ class MetaplasticModel(MetaplasticPreTrainedModel):
             x = x.masked_fill(~inside_sequences(cu_seqlens, x.shape[1], x.device)[None, :, None], 0)
         if cache is not None:
             states.enter(cache, self.config, x.shape[0])
-            states.count_tokens(cache, x.shape[1], x.device)
         hidden_states = [x] if output_hidden_states else None
-        for layer in self.layers:
-            x = layer(x, mask=mask, cu_seqlens=cu_seqlens, cache=cache)
+        new: list[MixerState] = []
+        for i, layer in enumerate(self.layers):
+            state = None if cache is None else states.read(cache, i, MIXERS[self.config.mixers[i]].memory_type)
+            x, state = layer(x, state, mask=mask, cu_seqlens=cu_seqlens, keep_state=cache is not None)
+            if state is not None:
+                new.append(state)
             if hidden_states is not None:
                 hidden_states.append(x)
         x = self.norm(x)
+        if cache is not None:  # all at once and last: a call that raises leaves the cache as it was
+            states.commit(cache, new, self.config.mixers, x.shape[1], x.device)
         return MetaplasticOutput(
             last_hidden_state=x,
             cache=cache,
@@ -234,14 +206,13 @@ class MetaplasticForCausalLM(MetaplasticPreTrainedModel, RecurrentGenerationMixi
         cache: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
-        shift_labels: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
         use_cache: bool | None = None,
         cu_seqlens: Tensor | None = None,
         logits_to_keep: int | Tensor = 0,
         output_hidden_states: bool | None = None,
         past_key_values: Cache | None = None,
-        **packed: Any,
+        **others: Any,
     ) -> MetaplasticCausalLMOutput:
         """Next-token logits, and the loss if labels are given.
 
@@ -251,15 +222,19 @@ class MetaplasticForCausalLM(MetaplasticPreTrainedModel, RecurrentGenerationMixi
             cache: states of an earlier call; updated and returned.
             labels: ``[B, T]``, -100 where nothing is to be predicted; token t predicts ``labels[t + 1]``, and nothing
                 across the border of two packed sequences.
-            shift_labels: labels already shifted: token t predicts ``shift_labels[t]``.
             num_items_in_batch: divide the summed loss by this instead of this batch's number of labels.
             cu_seqlens: ``[N + 1]`` offsets of sequences packed along T (then B = 1 and no cache).
-            logits_to_keep: only the last so many positions (0: all), or an index tensor.
-            use_cache, output_hidden_states, past_key_values, packed: as in :class:`MetaplasticModel`.
+            logits_to_keep: only the last so many positions (0: all, as labels need), or an index tensor.
+            use_cache, output_hidden_states, past_key_values: as in :class:`MetaplasticModel`.
+            others: ``shift_labels [B, T]`` instead of labels, already shifted (token t predicts ``shift_labels[t]``;
+                a name that Hugging Face's Trainer must not see in the signature, or it asks every batch for it), and
+                other ways to say ``cu_seqlens``, see :mod:`metaplastic.models.packing`.
         """
-        tokens = inputs_embeds if input_ids is None else input_ids
-        if tokens is not None:
-            cu_seqlens = packing.offsets(cu_seqlens, packed, tokens, attention_mask)
+        shift_labels = others.pop("shift_labels", None)
+        check_inputs(input_ids, inputs_embeds, attention_mask, self.config.hidden_size)
+        tokens: Any = inputs_embeds if input_ids is None else input_ids
+        check_targets(labels, shift_labels, logits_to_keep, tokens)
+        cu_seqlens = packing.offsets(cu_seqlens, others, tokens, attention_mask)
         outputs = self.model(
             input_ids,
             attention_mask,
@@ -270,8 +245,6 @@ class MetaplasticForCausalLM(MetaplasticPreTrainedModel, RecurrentGenerationMixi
             output_hidden_states,
             return_dict=True,
         )
-        if isinstance(logits_to_keep, int) and logits_to_keep < 0:
-            raise ValueError(f"logits_to_keep must be >= 0 (0 keeps all) or an index tensor, got {logits_to_keep}")
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, keep])
         loss = None
@@ -283,10 +256,10 @@ class MetaplasticForCausalLM(MetaplasticPreTrainedModel, RecurrentGenerationMixi
         if labels is not None or shift_labels is not None:
             loss = self.loss_function(
                 logits=logits,
-                labels=labels,
+                labels=None if labels is None else labels.long(),
                 vocab_size=self.config.vocab_size,
                 num_items_in_batch=num_items_in_batch,
-                shift_labels=shift_labels,
+                shift_labels=None if shift_labels is None else shift_labels.long(),
             )
         return MetaplasticCausalLMOutput(
             loss=loss, logits=logits, cache=outputs.cache, hidden_states=outputs.hidden_states

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .arguments import check_integers
+
 # Not named in the signature of forward: generate() would make position_ids for models that name them.
 KNOWN = ("position_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
@@ -27,7 +29,11 @@ def offsets(
         raise ValueError("output_attentions must be False or None, got True: there is no attention here")
     if unknown := sorted(set(given) - set(KNOWN)):
         raise TypeError(f"forward got an unexpected argument {', '.join(map(repr, unknown))}")
+    for name in ("position_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k"):
+        if name in given:
+            check_integers(name, given[name])
     if cu_seqlens is not None:
+        check_integers("cu_seqlens", cu_seqlens)
         if given:
             raise ValueError(f"give cu_seqlens or {', '.join(given)}, not both")
         return cu_seqlens

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..layers import ShortConvolution
+from ..layers import MIXERS, ShortConvolution
 from ..rules import AdditiveState, DeltaState, GaussianState, PalimpsaState
 from .cache import empty_states
-from .configuration import MetaplasticConfig
+from .configuration import MetaplasticConfig, mixer_option_names
 from .modeling import MetaplasticForCausalLM
 
 # FLOPs per element of a field, one token: S <- alpha S + v k (3), S q (2); M likewise and M / (J + prior) (1);
@@ -106,6 +106,21 @@ def _count(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
+def mixer_options(
+    mixer: str, heads: int, key_size: int | None, value_size: int | None, groups: int | None
+) -> dict[str, dict[str, int]]:
+    """The ``mixer_options`` of a model whose layers are all alike, from the options of a command; None: the default.
+
+    Raises:
+        ValueError: ``groups`` of a mixer that has none.
+    """
+    if groups is not None and mixer in MIXERS and "num_groups" not in mixer_option_names(mixer):
+        known = ", ".join(name for name in MIXERS if "num_groups" in mixer_option_names(name))
+        raise ValueError(f"groups is for mixers whose heads share keys ({known}), got {groups} with {mixer}")
+    options = {"num_heads": heads, "key_size": key_size, "value_size": value_size, "num_groups": groups}
+    return {mixer: {name: value for name, value in options.items() if value is not None}}
+
+
 def from_options(
     *,
     mixer: str,
@@ -115,17 +130,17 @@ def from_options(
     heads: int,
     key_size: int | None,
     value_size: int | None,
+    groups: int | None,
     intermediate_size: int,
     tied: bool,
 ) -> MetaplasticConfig:
     """The configuration that the options of ``metaplastic size`` describe, named as those of ``metaplastic train``."""
-    options = {"num_heads": heads, "key_size": key_size, "value_size": value_size}
     return MetaplasticConfig(
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         num_hidden_layers=layers,
         mixers=mixer,
-        mixer_options={mixer: {name: value for name, value in options.items() if value is not None}},
+        mixer_options=mixer_options(mixer, heads, key_size, value_size, groups),
         intermediate_size=intermediate_size or None,
         tie_word_embeddings=tied,
     )

@@ -46,9 +46,14 @@ def readout(state: AdditiveState, q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def scan(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: AdditiveState, scale: float = 1.0
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: AdditiveState | None = None, scale: float = 1.0
 ) -> tuple[Tensor, Tensor, AdditiveState]:
-    """Token by token over ``[B, T, H, ...]``: read-out mean and variance ``[B, T, H, V]`` and the final state."""
+    """Token by token over ``[B, T, H, ...]``: read-out mean and variance ``[B, T, H, V]`` and the final state.
+
+    ``state`` None: nothing seen yet, in the dtype of ``q``.
+    """
+    if state is None:
+        state = init_state(len(q), q.shape[2], v.shape[-1], q.shape[-1], dtype=q.dtype, device=q.device)
     means, variances = [torch.zeros_like(v[:, :0])], [torch.zeros_like(v[:, :0])]
     for t in range(q.shape[1]):
         state = step(state, k[:, t], v[:, t], g[:, t])

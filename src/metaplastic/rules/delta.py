@@ -47,9 +47,14 @@ def readout(state: DeltaState, q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def scan(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, state: DeltaState, scale: float = 1.0
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, state: DeltaState | None = None, scale: float = 1.0
 ) -> tuple[Tensor, Tensor, DeltaState]:
-    """Token by token over ``[B, T, H, ...]``: read-out mean ``[B, T, H, V]``, variance ``[B, T, H]``, final state."""
+    """Token by token over ``[B, T, H, ...]``: read-out mean ``[B, T, H, V]``, variance ``[B, T, H]``, final state.
+
+    ``state`` None: nothing seen yet, in the dtype of ``q``.
+    """
+    if state is None:
+        state = init_state(len(q), q.shape[2], v.shape[-1], q.shape[-1], dtype=q.dtype, device=q.device)
     means, variances = [torch.zeros_like(v[:, :0])], [torch.zeros_like(beta[:, :0])]
     for t in range(q.shape[1]):
         state = step(state, k[:, t], v[:, t], beta[:, t], g[:, t])

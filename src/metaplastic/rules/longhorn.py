@@ -41,12 +41,17 @@ def scan(
     k: Tensor,
     v: Tensor,
     beta: Tensor,
-    state: DeltaState,
+    state: DeltaState | None = None,
     scale: float = 1.0,
     *,
     approximate: bool = False,
 ) -> tuple[Tensor, Tensor, DeltaState]:
-    """Token by token over ``[B, T, H, ...]``: read-out mean ``[B, T, H, V]``, variance ``[B, T, H]``, final state."""
+    """Token by token over ``[B, T, H, ...]``: read-out mean ``[B, T, H, V]``, variance ``[B, T, H]``, final state.
+
+    ``state`` None: nothing seen yet, in the dtype of ``q``.
+    """
+    if state is None:
+        state = init_state(len(q), q.shape[2], v.shape[-1], q.shape[-1], dtype=q.dtype, device=q.device)
     means, variances = [torch.zeros_like(v[:, :0])], [torch.zeros_like(q[:, :0, :, 0])]
     for t in range(q.shape[1]):
         state = step(state, k[:, t], v[:, t], beta[:, t], approximate=approximate)

@@ -62,9 +62,21 @@ def readout(state: PalimpsaState, q: Tensor, prior: Tensor) -> tuple[Tensor, Ten
 
 
 def scan(
-    q: Tensor, k: Tensor, w: Tensor, beta: Tensor, g: Tensor, prior: Tensor, state: PalimpsaState, scale: float = 1.0
+    q: Tensor,
+    k: Tensor,
+    w: Tensor,
+    beta: Tensor,
+    g: Tensor,
+    prior: Tensor,
+    state: PalimpsaState | None = None,
+    scale: float = 1.0,
 ) -> tuple[Tensor, Tensor, PalimpsaState]:
-    """Token by token over ``[B, T, H, ...]``: read-out mean and variance ``[B, T, H, V]`` and the final state."""
+    """Token by token over ``[B, T, H, ...]``: read-out mean and variance ``[B, T, H, V]`` and the final state.
+
+    ``state`` None: nothing seen yet, in the dtype of ``q``.
+    """
+    if state is None:
+        state = init_state(len(q), q.shape[2], w.shape[-1], q.shape[-1], dtype=q.dtype, device=q.device)
     means, variances = [torch.zeros_like(w[:, :0])], [torch.zeros_like(w[:, :0])]
     for t in range(q.shape[1]):
         state = step(state, k[:, t], w[:, t], beta[:, t], g[:, t])

@@ -33,7 +33,7 @@ class HubText:
     config     which of the dataset's configurations, where it has several
     split      such as "train"
     column     the one that holds the text; rows without a value (null) are left out, as are those of white space alone
-    revision   branch, tag or commit on the hub: a commit pins the data
+    revision   branch, tag or commit on the hub: a commit pins the data; None for a local folder
 
     `state_dict` is the place after the document last given, and `load_state_dict` goes there. Raises ValueError for
     a dataset, configuration, split or column that is not there, for one that cannot be read, and, while reading, for
@@ -44,6 +44,12 @@ class HubText:
         self, name: str, config: str | None = None, *, split: str = "train", column: str = "text",
         revision: str | None = None,
     ) -> None:  # fmt: skip
+        if os.path.isfile(name):
+            raise ValueError(f"dataset: {name} is a file, expected a folder of .jsonl, .parquet, ... files, or a name")
+        if revision is not None and os.path.isdir(name):
+            raise ValueError(
+                f"dataset_revision: got {revision!r}, but {name} is a local folder, which has no revisions"
+            )
         try:
             import datasets
             from datasets.exceptions import DatasetsError

@@ -6,7 +6,7 @@ The shuffle: blocks are gathered in windows of `window` blocks one after another
 drawn from (seed, pass, number of the window). So memory holds one window, and a place in the shuffled stream is where
 its window begins plus how many of its blocks are spent. That beginning is the state of the source before the batch of
 documents in which it lies, and how many tokens of that batch come before it: a value of a few numbers, without tokens.
-To resume, one window is tokenised again and nothing before it. Every pass over the data has another order.
+To resume, that window is tokenised again and nothing before it. Every pass over the data has another order.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ class _Window:
     source: dict[str, Any]  # the source before the batch of documents in which it begins
     skip: int = 0  # tokens of that batch before it
     dropped: int = 0  # tokens left out so far, at the ends of passes
-    sha256: str | None = None  # of its tokens and document borders, once it has been read
+    sha256: str | None = None  # of its tokens and document borders; None only of one that has not been read
 
 
 def set_aside(source: Source, count: int) -> list[Document]:
@@ -58,6 +58,14 @@ def set_aside(source: Source, count: int) -> list[Document]:
         if len(documents) == count:
             break
     return documents
+
+
+def goes_on(source: Source) -> bool:
+    """Whether `source` has another document; its state is not moved."""
+    state = source.state_dict()
+    document = next(iter(source), None)
+    source.load_state_dict(state)
+    return document is not None
 
 
 class PackedStream(IterableDataset[dict[str, Tensor]]):
@@ -75,8 +83,9 @@ class PackedStream(IterableDataset[dict[str, Tensor]]):
     never falling: a reader that fetches ahead asks for what it has used. After `load_state_dict`, iteration gives what
     it would have given.
 
-    Raises ValueError for a tokenizer without eos, for a source without text for one block, and where the text of the
-    window to resume in is not what it was. Text before and after that window is not compared.
+    A place is one in the window of the block before it, also at that window's end, so that there is always text to
+    compare. Raises ValueError for a tokenizer without eos, for a source without text for one block, and where the text
+    of that window is not what it was. Text before and after that window is not compared.
     """
 
     def __init__(
@@ -117,8 +126,11 @@ class PackedStream(IterableDataset[dict[str, Tensor]]):
             position = max(position - len(order), 0)
 
     def state_dict(self, used: int) -> dict[str, Any]:
-        """The place after `used` blocks, counted from the very first. Earlier places are forgotten."""
-        while len(self._windows) > 1 and self._windows[1].first <= used:
+        """The place after `used` blocks, counted from the very first. Earlier places are forgotten.
+
+        "epoch" and "dropped" are the passes completed, and the tokens left out at their ends, before its window.
+        """
+        while len(self._windows) > 1 and self._windows[1].first < used:
             self._windows.popleft()
         if used < (first := self._windows[0].first):
             raise ValueError(f"used: got {used} blocks, expected at least {first}: places before that are forgotten")

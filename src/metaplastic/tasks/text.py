@@ -74,7 +74,7 @@ def load_tokenizer(name_or_path: str | Path | None) -> "transformers.PreTrainedT
         return AutoTokenizer.from_pretrained(
             str(name_or_path), trust_remote_code=False, local_files_only=offline is not None
         )
-    except (OSError, ValueError) as error:
+    except Exception as error:  # of a broken file, tokenizers and transformers make errors of many kinds
         expected = "'bytes', a folder with a saved tokenizer, or the name of one on the Hugging Face hub"
         reason = error if offline is None else f"not in the local cache, and {offline}"
         raise OSError(f"name_or_path: got {str(name_or_path)!r}, expected {expected} ({reason})") from error
@@ -172,7 +172,12 @@ def check_packing(tokenizer: Any, block_length: int) -> None:
 
 def token_dtype(tokenizer: Any) -> np.dtype:
     """The smallest that holds every id."""
-    return np.min_scalar_type(max(tokenizer.get_vocab().values()))
+    return np.min_scalar_type(vocabulary_size(tokenizer) - 1)
+
+
+def vocabulary_size(tokenizer: Any) -> int:
+    """Rows that an embedding needs: the largest id + 1, which is more than there are tokens if some ids are unused."""
+    return max(tokenizer.get_vocab().values()) + 1
 
 
 def tokenise(documents: Iterable[Document], tokenizer: Any, dtype: np.dtype) -> Iterator[tuple[str, np.ndarray]]:

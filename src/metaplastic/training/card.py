@@ -11,11 +11,11 @@ from transformers.training_args import OptimizerNames
 
 from .. import results
 from ..models import MetaplasticForCausalLM
+from .checkpoint import CARD
 from .config import TrainConfig
 from .data import Data
 from .trainer import MetaplasticTrainer
 
-CARD = "README.md"
 _TEXT = """\
 # {title}
 
@@ -94,14 +94,16 @@ def _of_the_model(model: MetaplasticForCausalLM, parameters: int) -> dict[str, o
     return {
         "layers": ", ".join(f"{count} x {name}" for name, count in counts.items()),
         "width": f"{config.hidden_size}, MLP {config.intermediate_size or 'none'}",
-        **{
-            f"heads of {name}": f"{size['num_heads']}, key size {size['key_size']}, value size {size['value_size']}"
-            for name, size in sizes.items()
-        },
+        **{f"heads of {name}": _heads(size) for name, size in sizes.items()},
         "vocabulary": f"{config.vocab_size:,} tokens",
         "parameters": f"{parameters:,}",
         "state of one sequence": f"{state_bytes(model):,} bytes, at any length",
     }
+
+
+def _heads(size: dict[str, Any]) -> str:
+    groups = f" in {size['num_groups']} groups" if "num_groups" in size else ""
+    return f"{size['num_heads']}{groups}, key size {size['key_size']}, value size {size['value_size']}"
 
 
 def _of_the_training(trainer: MetaplasticTrainer, config: TrainConfig, data: Data) -> dict[str, object]:
@@ -110,6 +112,8 @@ def _of_the_training(trainer: MetaplasticTrainer, config: TrainConfig, data: Dat
     rows = trainer._train_batch_size * args.gradient_accumulation_steps * args.world_size
     versions = results.environment()["versions"]
     begun = f"the model {Path(config.model).resolve().name}" if config.model else "random weights"
+    if config.plasticity is not None:
+        begun += f", in its metaplastic form, with plasticity {config.plasticity:g}"
     return {
         "begun from": begun,
         "data": data.description,

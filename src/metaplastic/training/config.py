@@ -1,20 +1,21 @@
 """What decides a text run."""
 
 import dataclasses
+import math
 import os
 from typing import Any
 
-_OF_THE_MODEL = ("mixer", "hidden_size", "layers", "heads", "key_size", "value_size", "intermediate_size")
+_OF_THE_MODEL = ("mixer", "hidden_size", "layers", "heads", "key_size", "value_size", "groups", "intermediate_size")
 _OF_FILES = ("files", "separator", "held_out", "max_bytes")
 _OF_A_DATASET = (
     "dataset_config", "dataset_revision", "split", "text_column", "eval_split", "held_out_documents", "shuffle_window",
 )  # fmt: skip
-_OF_NO_CONSEQUENCE = ("report_to",)
+_OF_NO_CONSEQUENCE = ("report_to", "eval_every", "save_every")
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    """Everything that decides what a text run computes. Two runs with equal configurations are the same run.
+    """Everything that decides what a text run computes. Two runs with equal decisions are the same run.
 
     Data: ``files`` (text files or folders; empty: the Python standard library's texts, up to ``max_bytes``),
     ``separator`` between documents of one file, ``held_out`` share of documents for evaluation. Or ``dataset``, which
@@ -23,11 +24,14 @@ class TrainConfig:
     itself, which then begins after them; blocks are shuffled in windows of ``shuffle_window``. ``tokenizer``: "bytes",
     a folder or a name; None: the one saved with ``model``, or bytes.
 
-    Model: ``model`` continues from a saved one, whose sizes it has; otherwise sizes and ``mixer`` make a new one.
-    ``intermediate_size`` 0 leaves the MLP out. Optimisation: AdamW, ``warmup`` steps, then cosine to zero at ``steps``.
-    ``eval_every`` and ``save_every`` are in steps, 0 for never (a run is always evaluated and saved at its end).
+    Model: ``model`` continues from a saved one, whose sizes it has; with ``plasticity``, in its metaplastic form, of
+    which this is the dial (:func:`metaplastic.models.metaplastic_form`). Otherwise sizes and ``mixer`` make a new one.
+    ``groups``: of heads that share keys, for the mixers that have them. ``intermediate_size`` 0 leaves the MLP out.
 
-    ``report_to``: trackers of the Hugging Face Trainer. They decide nothing: a run may go on with others.
+    Optimisation: AdamW, ``warmup`` steps, then cosine to zero at ``steps``.
+
+    What decides nothing, so that a run may go on with others: ``eval_every`` and ``save_every``, in steps, 0 for never
+    (a run is always evaluated and saved at its end), and ``report_to``, trackers of the Hugging Face Trainer.
     """
 
     files: tuple[str, ...] = ()
@@ -44,12 +48,14 @@ class TrainConfig:
     held_out: float = 0.05
     max_bytes: int = 8_000_000
     model: str | None = None
+    plasticity: float | None = None
     mixer: str = "palimpsa_d"
     hidden_size: int = 128
     layers: int = 4
     heads: int = 4
     key_size: int | None = None
     value_size: int | None = None
+    groups: int | None = None
     intermediate_size: int = 384
     block_length: int = 256
     batch_size: int = 16
@@ -77,10 +83,10 @@ class TrainConfig:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
         for name in ("warmup", "weight_decay", "eval_every", "save_every", "intermediate_size"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
-        if not self.learning_rate > 0:
-            raise ValueError(f"learning_rate must be > 0, got {self.learning_rate}")
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be >= 0 and finite, got {getattr(self, name)}")
+        if not 0 < self.learning_rate < math.inf:
+            raise ValueError(f"learning_rate must be > 0 and finite, got {self.learning_rate}")
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed must be >= 0 and < 2**32, got {self.seed}")
         if self.dataset is not None:
@@ -93,6 +99,8 @@ class TrainConfig:
         if self.model is not None:
             object.__setattr__(self, "model", str(self.model))
             self._leave_out(_OF_THE_MODEL, "is given by the saved model")
+        elif self.plasticity is not None:
+            raise ValueError(f"plasticity is for model, which is not given, got {self.plasticity}")
 
     def decisions(self) -> dict[str, Any]:
         """All that makes this run another one than that."""

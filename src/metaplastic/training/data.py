@@ -57,8 +57,13 @@ def _files(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Data:
     train_blocks = text.PackedText(training, tokenizer, config.block_length)
     with _named("documents", "held-out documents"):
         eval_blocks = text.PackedText(held_out, tokenizer, config.block_length)
-    description += f"; {config.held_out:.1%} of them held out"
+    description += f"; {_share(train_blocks, eval_blocks):.1%} of the tokens held out"
     return Data(train_blocks, eval_blocks, description, train_blocks.fingerprint + eval_blocks.fingerprint)
+
+
+def _share(training: text.PackedText, held_out: text.PackedText) -> float:
+    """Of tokens: documents are held out whole, so it is rarely the share of documents that was asked for."""
+    return len(held_out) / (len(training) + len(held_out))
 
 
 def _stream(config: TrainConfig, dataset: str, tokenizer: PreTrainedTokenizerBase) -> Data:
@@ -68,7 +73,7 @@ def _stream(config: TrainConfig, dataset: str, tokenizer: PreTrainedTokenizerBas
 
     training = source(config.split)
     held_out = stream.set_aside(source(config.eval_split) if config.eval_split else training, config.held_out_documents)
-    if not config.eval_split and len(held_out) < config.held_out_documents:
+    if not config.eval_split and not stream.goes_on(training):
         found = f"dataset {dataset} has {len(held_out)} documents with text"
         raise ValueError(f"held_out_documents: got {config.held_out_documents}, but {found}: none is left to train on")
     with _named("documents", f"held-out documents ({len(held_out)} of {dataset})"):
@@ -95,8 +100,7 @@ def announce(config: TrainConfig, data: Data) -> None:
     if isinstance(data.train, stream.PackedStream):
         logger.info("%s, %s tokens", data.description, f"{held_out:,}")
         return
-    size = len(data.train) * config.block_length
-    share = held_out / (size + held_out)
+    size, share = len(data.train) * config.block_length, _share(data.train, data.held_out)
     logger.info("%s tokens to train on, %s held out (%.1f%%)", f"{size:,}", f"{held_out:,}", 100 * share)
     if not config.held_out / 3 < share < 3 * config.held_out:
         logger.warning(

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import os
 from collections.abc import Iterator
@@ -11,12 +12,13 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from .. import results
+from .checkpoint import checkpoints, remove
 from .config import TrainConfig
-from .saved import FINAL
-from .trainer import checkpoints, remove
+from .saved import FINAL, holds_weights
 
 RUN, RESULTS, TRACKED, LOCK = "run.json", "results.json", "tensorboard", ".lock"
 DATA = "data_sha256"  # in run.json: what the data held
+MODEL = "model_sha256"  # in run.json: what the model it began from was, if it began from one
 _ADVICE = "choose another output, or overwrite (--overwrite)"
 
 
@@ -34,7 +36,7 @@ def holds_this_run(config: TrainConfig, output: Path, overwrite: bool) -> bool:
     # What an earlier version did not write down was as it is by default.
     defaults = {field.name: field.default for field in dataclasses.fields(config)}
     wanted, found = (json.loads(json.dumps(each)) for each in (config.decisions(), defaults | found))
-    keys = (wanted.keys() | found.keys()) - {DATA} - (defaults.keys() - wanted.keys())
+    keys = (wanted.keys() | found.keys()) - {DATA, MODEL} - (defaults.keys() - wanted.keys())
     if different := sorted(key for key in keys if wanted.get(key) != found.get(key)):
         changes = ", ".join(f"{key} was {found.get(key)!r} and is {wanted.get(key)!r}" for key in different)
         raise ValueError(f"output: {output} holds another run ({changes}): {_ADVICE}")
@@ -50,13 +52,33 @@ def read_run(output: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) and found.keys() >= {"mixer", "block_length", "steps"} else None
 
 
-def claim(config: TrainConfig, output: Path, data: str) -> None:
+def identity(run: dict[str, Any]) -> str:
+    """A run's name in its checkpoints: a hash of what is in its run.json."""
+    return hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()
+
+
+def finished(output: Path) -> dict[str, Any] | None:
+    """The results of a run that has ended, or None; raises ValueError if they cannot be read."""
+    file = output / RESULTS
+    if not file.is_file() or not holds_weights(output / FINAL):
+        return None
+    try:
+        found = json.loads(file.read_text())
+        if not isinstance(found, dict) or "measurements" not in found:
+            raise ValueError("no object with measurements")
+    except ValueError as error:
+        advice = "delete it, and the same command writes it again"
+        raise ValueError(f"output: {file} holds no results ({error}): {advice}") from error
+    return found
+
+
+def claim(config: TrainConfig, output: Path, hashes: dict[str, str]) -> None:
     """Makes ``output`` this run's folder. Of what is there, only what a run writes is deleted."""
     (output / RESULTS).unlink(missing_ok=True)
     for old in (*checkpoints(output), output / FINAL, output / TRACKED):
         if old.is_dir():
             remove(old)
-    results.write_json(output / RUN, config.decisions() | {DATA: data})
+    results.write_json(output / RUN, config.decisions() | hashes)
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import TextStreamer, set_seed
 
-from .saved import find_model, load_model, load_tokenizer
+from .saved import find_model, load_model, load_tokenizer, read_config
 
 
 def stream(
@@ -28,6 +28,7 @@ def stream(
     # A shell hands over bytes that are no text as lone surrogates; in a model's text they would be unknown characters.
     prompt = prompt.encode(errors="surrogateescape").decode(errors="replace")
     folder = find_model(model)
+    read_config(folder)  # first: reading the tokenizer stumbles over a broken one too, without naming it
     tokenizer = load_tokenizer(folder)
     network: Any = load_model(folder).eval()
     if torch.cuda.is_available():

@@ -1,7 +1,6 @@
 """A language-model run from text to a saved model: what ``metaplastic train`` does."""
 
 import dataclasses
-import json
 import logging
 import os
 import sys
@@ -9,20 +8,22 @@ import time
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerBase, set_seed
 
 from .. import results
-from ..models import MetaplasticConfig, MetaplasticForCausalLM
+from ..models import MetaplasticConfig, MetaplasticForCausalLM, metaplastic_form
+from ..models.size import mixer_options
 from ..tasks import text
 from .card import write_card
+from .checkpoint import check_seal, last_checkpoint, step_of
 from .config import TrainConfig
 from .data import Data, announce, load_data
-from .folder import DATA, RESULTS, TRACKED, alone, claim, holds_this_run, read_run
+from .divergence import Divergence
+from .folder import DATA, MODEL, RESULTS, TRACKED, alone, claim, finished, holds_this_run, identity, read_run
 from .interrupt import Interruption
-from .saved import FINAL, find_model, load_model, load_tokenizer, save_final
+from .saved import find_model, hash_of_model, load_model, load_tokenizer, read_config, save_final
 from .trackers import check_trackers, put_tensorboard
-from .trainer import MetaplasticTrainer, last_checkpoint, step_of, training_arguments
+from .trainer import MetaplasticTrainer, training_arguments
 
 logger = logging.getLogger("metaplastic")
 
@@ -38,19 +39,25 @@ def train(config: TrainConfig, output: str | os.PathLike, *, overwrite: bool = F
     # Everything that can be wrong with the input is found before the folder is claimed or anything computed.
     holds_this_run(config, output, overwrite)
     check_trackers(config.report_to)
+    if config.model:
+        read_config(config.model)
     tokenizer = load_tokenizer(config.tokenizer or (find_model(config.model) if config.model else "bytes"))
     data = load_data(config, tokenizer)
+    hashes = {DATA: data.fingerprint} | ({MODEL: hash_of_model(find_model(config.model))} if config.model else {})
     set_seed(config.seed)
     model = _model(config, tokenizer)
     with alone(output):
-        same = holds_this_run(config, output, overwrite)
-        if same and (read_run(output) or {}).get(DATA) != data.fingerprint:
-            raise ValueError(f"{data.changed()} since {output} was started: choose another output, or overwrite")
-        if same and (output / RESULTS).is_file() and (output / FINAL).is_dir():
-            logger.warning("%s holds this run, finished: nothing to do", output)
-            return json.loads((output / RESULTS).read_text())
+        if same := holds_this_run(config, output, overwrite):
+            found, since = read_run(output) or {}, f"since {output} was started: choose another output, or overwrite"
+            if found.get(DATA) != data.fingerprint:
+                raise ValueError(f"{data.changed()} {since}")
+            if found.get(MODEL, hashes.get(MODEL)) != hashes.get(MODEL):
+                raise ValueError(f"model: {config.model} has changed {since}")
+            if result := finished(output):
+                logger.warning("%s holds this run, finished: nothing to do", output)
+                return result
         if not same:
-            claim(config, output, data.fingerprint)
+            claim(config, output, hashes)
         announce(config, data)
         return _fit(config, output, data, model, tokenizer)
 
@@ -59,7 +66,9 @@ def _fit(
     config: TrainConfig, output: Path, data: Data, model: MetaplasticForCausalLM, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
     """From the last checkpoint in ``output``, if there is one, to the results."""
-    interruption = Interruption()
+    interruption, run = Interruption(), identity(read_run(output) or {})
+    if checkpoint := last_checkpoint(output):
+        check_seal(checkpoint, run)
     trainer = MetaplasticTrainer(
         model=model,
         args=_arguments(config, output),
@@ -67,26 +76,23 @@ def _fit(
         eval_dataset=data.held_out,
         data_collator=text.collate_packed,
         processing_class=tokenizer,
-        callbacks=[interruption],
+        callbacks=[interruption, Divergence()],
     )
-    trainer.beside = lambda folder: write_card(folder, trainer, config, data)
-    checkpoint = last_checkpoint(output)
+    trainer.beside, trainer.run = lambda folder: write_card(folder, trainer, config, data), run
     first = step_of(checkpoint) if checkpoint else 0
     if checkpoint:
         logger.warning("resuming from %s", checkpoint)
     put_tensorboard(trainer, output / TRACKED, first)
     began = time.perf_counter()
-    try:
-        with interruption:
-            trainer.train(resume_from_checkpoint=checkpoint)
-    except SafetensorError as error:
-        advice = "delete that folder to go on from the checkpoint before it"
-        raise ValueError(f"output: the weights in {checkpoint} cannot be read ({error}): {advice}") from error
+    with interruption:
+        trainer.train(resume_from_checkpoint=checkpoint)
     seconds = time.perf_counter() - began
     evaluations = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
     # Of a run that was killed after its last step nothing has run here, and the results say what did.
-    fresh = evaluations and evaluations[-1]["step"] == trainer.state.global_step > first
-    metrics = evaluations[-1] if fresh else trainer.evaluate()
+    measured_last = evaluations and evaluations[-1]["step"] == trainer.state.global_step
+    metrics = evaluations[-1] if measured_last and trainer.state.global_step > first else trainer.evaluate()
+    if measured_last and metrics is not evaluations[-1]:
+        trainer.state.log_history.remove(evaluations[-1])  # measured again: that entry is the one that holds
     save_final(trainer, output)
     place = trainer.place()
     left_out = data.train.dropped_tokens if isinstance(data.train, text.PackedText) else (place or {})["dropped"]
@@ -139,19 +145,19 @@ def _model(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Metaplast
         own = load_tokenizer(folder) if (folder / "tokenizer_config.json").is_file() else tokenizer
         if own.get_vocab() != tokenizer.get_vocab():
             raise ValueError(f"tokenizer: {config.tokenizer!r} is not the one saved with model {folder}: {advice}")
-        if model.config.vocab_size < len(tokenizer):
-            sizes = f"has {len(tokenizer)} tokens, model {folder} {model.config.vocab_size}"
+        if model.config.vocab_size < (needed := text.vocabulary_size(tokenizer)):
+            sizes = f"has {needed} tokens, model {folder} {model.config.vocab_size}"
             raise ValueError(f"tokenizer: {config.tokenizer!r} {sizes}: {advice}")
-        return model
-    options = {"num_heads": config.heads, "key_size": config.key_size, "value_size": config.value_size}
+        return model if config.plasticity is None else metaplastic_form(model, plasticity=config.plasticity)
+    options = mixer_options(config.mixer, config.heads, config.key_size, config.value_size, config.groups)
     special: Any = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     return MetaplasticForCausalLM(
         MetaplasticConfig(
-            vocab_size=len(tokenizer),
+            vocab_size=text.vocabulary_size(tokenizer),
             hidden_size=config.hidden_size,
             num_hidden_layers=config.layers,
             mixers=config.mixer,
-            mixer_options={config.mixer: {k: v for k, v in options.items() if v is not None}},
+            mixer_options=options,
             intermediate_size=config.intermediate_size or None,
             **special,
         )

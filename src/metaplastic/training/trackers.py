@@ -13,10 +13,15 @@ def check_trackers(names: Sequence[str]) -> None:
     for name in names:
         if name not in known:
             raise ValueError(f"report_to: got {name!r}, expected some of {', '.join(sorted(known))}")
+        # Each looks for its package when it is made, and begins only with the training. One that has been made in vain
+        # must not be tidied up: what its __del__ takes for granted is not there.
+        attempt = type(known[name].__name__, (known[name],), {"__del__": lambda self: None})
         try:
-            known[name]()  # each looks for its package when it is made, and begins only with the training
+            attempt()
         except (RuntimeError, ImportError) as error:
-            raise ValueError(f"report_to: {name!r} is not installed ({error})") from error
+            ours = "pip install 'metaplastic[tensorboard]'"
+            reason = ours if name == "tensorboard" else error
+            raise ValueError(f"report_to: {name!r} is not installed ({reason})") from error
 
 
 def put_tensorboard(trainer: Trainer, folder: Path, step: int) -> None:

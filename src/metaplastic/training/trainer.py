@@ -12,8 +12,6 @@
 import json
 import math
 import os
-import re
-import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,42 +24,12 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from ..tasks.stream import PackedStream
+from .checkpoint import STAGING, checkpoints, clear_staging, flush, remove, saving, seal
+from .divergence import named_divergence
 from .progress import Bar, Lines
 
-STAGING = ".staging"
 PICKLED_ARGUMENTS = "training_args.bin"  # Hugging Face writes it, nothing of ours reads it: no pickles in our folders
 STREAM = "stream.json"  # in a checkpoint: the place in a stream of text
-
-
-def checkpoints(folder: str | os.PathLike) -> list[Path]:
-    """The checkpoints of a run, oldest first. All are complete: incomplete ones never carry a checkpoint's name."""
-    found = [path for path in Path(folder).glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
-    return sorted(filter(Path.is_dir, found), key=step_of)
-
-
-def step_of(checkpoint: str | os.PathLike) -> int:
-    """The number of optimiser steps before a checkpoint, from its name."""
-    return int(os.fspath(checkpoint).rsplit("-", 1)[1])
-
-
-def last_checkpoint(folder: str | os.PathLike) -> str | None:
-    """The newest checkpoint of a run, or None."""
-    found = checkpoints(folder)
-    return str(found[-1]) if found else None
-
-
-def remove(folder: Path) -> None:
-    """Deletes a folder of a run; it loses its name first, so that a process killed meanwhile leaves no half of it."""
-    aside = folder.with_name(f"{STAGING}-{folder.name}")
-    shutil.rmtree(aside, ignore_errors=True)
-    os.replace(folder, aside)
-    shutil.rmtree(aside, ignore_errors=True)
-
-
-def clear_staging(run: str | os.PathLike) -> None:
-    """Deletes what a killed process was writing or deleting in a run's folder."""
-    for left in Path(run).glob(f"{STAGING}*"):
-        shutil.rmtree(left, ignore_errors=True)
 
 
 def training_arguments(output: str | os.PathLike, **overrides: Any) -> TrainingArguments:
@@ -90,11 +58,13 @@ class MetaplasticTrainer(Trainer):
     """See the module's docstring. Takes the arguments of :class:`transformers.Trainer`.
 
     ``beside``, if set, is called with every folder that a model is saved to, to write what belongs beside it.
+    ``run``, if set, is what checkpoints are sealed with: which run they are of.
     """
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.beside: Callable[[Path], None] | None = None
+        self.run: str | None = None
         self._staged = False
         self._clock: tuple[float, int] | None = None  # time and tokens at the last log
         bar = self.pop_callback(ProgressCallback) is not None
@@ -118,6 +88,15 @@ class MetaplasticTrainer(Trainer):
             self._clock = (now, tokens)
         super().log(logs)
 
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], *args, **kwargs) -> torch.Tensor:
+        with named_divergence(self.state.global_step + 1, self.args.learning_rate):
+            return super().training_step(model, inputs, *args, **kwargs)
+
+    def _get_num_items_in_batch(self, *args, **kwargs) -> Any:
+        """At least one: a step in which nothing is predicted has the loss 0, not 0 / 0."""
+        count = super()._get_num_items_in_batch(*args, **kwargs)
+        return count.clamp(min=1) if isinstance(count, torch.Tensor) else count
+
     @torch.no_grad()
     def evaluate(
         self,
@@ -137,7 +116,7 @@ class MetaplasticTrainer(Trainer):
         for inputs in loader:
             inputs = self._prepare_inputs(inputs)
             predicted = int((inputs["labels"][..., 1:] != -100).sum())
-            with self.accelerator.autocast():
+            with named_divergence(self.state.global_step, self.args.learning_rate), self.accelerator.autocast():
                 loss = model(**inputs, num_items_in_batch=1, use_cache=False).loss
             total, count = total + float(loss), count + predicted
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
@@ -178,8 +157,12 @@ class MetaplasticTrainer(Trainer):
         return self.train_dataset.state_dict(batches * self._train_batch_size)  # pyright: ignore[reportOperatorIssue]
 
     def _init_training_state(self, *args, **kwargs) -> tuple[int, int]:
-        """Of a stream no batch is skipped to come to the checkpoint: it goes there."""
+        """Of a stream no batch is skipped to come to the checkpoint: it goes there.
+
+        How often to log, save and evaluate is what this call says, not what the checkpoint's did.
+        """
         trained = super()._init_training_state(*args, **kwargs)
+        self.state.compute_steps(self.args, self.state.max_steps)
         if not isinstance(self.train_dataset, PackedStream):
             return trained
         if checkpoint := kwargs.get("resume_from_checkpoint", args[3] if len(args) > 3 else None):
@@ -192,6 +175,15 @@ class MetaplasticTrainer(Trainer):
             self.control.should_training_stop = True
         else:
             super()._run_epoch(*args, **kwargs)
+
+    def _load_from_checkpoint(self, *args, **kwargs) -> None:
+        try:
+            super()._load_from_checkpoint(*args, **kwargs)
+        except RuntimeError as error:
+            if "size mismatch" not in str(error):
+                raise
+            found = " ".join(str(error).split())
+            raise ValueError(f"the checkpoint does not fit the model: {found[:300]}") from error
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """A checkpoint that does not fit is an error. A tied weight is saved under one of its names only."""
@@ -217,27 +209,32 @@ class MetaplasticTrainer(Trainer):
         """Hugging Face writes into the staging folder; the rename makes it a checkpoint."""
         run = Path(super()._get_output_dir(trial))
         name = f"checkpoint-{self.state.global_step}"
-        self._staged = True
-        try:
-            super()._save_checkpoint(model, trial)
-        finally:
-            self._staged = False
+        with saving(name, run):
+            self._staged = True
+            try:
+                super()._save_checkpoint(model, trial)
+            finally:
+                self._staged = False
+            self.accelerator.wait_for_everyone()
+            if self.args.should_save:
+                self._complete(run / STAGING / name, run)
         self.accelerator.wait_for_everyone()
-        if self.args.should_save:
-            staged = run / STAGING / name
-            self._mend_best_checkpoint(staged, run)
-            if (place := self.place()) is not None:
-                (staged / STREAM).write_text(json.dumps(place) + "\n")
-            for file in staged.rglob("*"):
-                _flush(file)
-            _flush(staged)
-            if (run / name).exists():  # from an earlier attempt at the same step
-                remove(run / name)
-            os.replace(staged, run / name)
-            _flush(run)
-            clear_staging(run)
-            self._rotate(run)
-        self.accelerator.wait_for_everyone()
+
+    def _complete(self, staged: Path, run: Path) -> None:
+        """What is ours of a checkpoint, and its name."""
+        self._mend_best_checkpoint(staged, run)
+        if (place := self.place()) is not None:
+            (staged / STREAM).write_text(json.dumps(place) + "\n")
+        seal(staged, self.run, self.state.global_step)
+        for file in staged.rglob("*"):
+            flush(file)
+        flush(staged)
+        if (run / staged.name).exists():  # from an earlier attempt at the same step
+            remove(run / staged.name)
+        os.replace(staged, run / staged.name)
+        flush(run)
+        clear_staging(run)
+        self._rotate(run)
 
     def _mend_best_checkpoint(self, staged: Path, run: Path) -> None:
         """The best checkpoint's path, if it is the one in the staging folder, must be that after the rename."""
@@ -282,17 +279,3 @@ class _Course(TrainerCallback):
         control.should_log |= control.should_save
 
     on_epoch_end = on_step_end
-
-
-def _flush(path: Path) -> None:
-    """Asks the system to put a file or folder on disk before we go on (not supported everywhere for folders)."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY)
-    except OSError:
-        return
-    try:
-        os.fsync(descriptor)
-    except OSError:
-        pass
-    finally:
-        os.close(descriptor)
