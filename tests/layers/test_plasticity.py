@@ -269,7 +269,7 @@ def test_errors():
         (lambda: plasticity.set_plasticity(model, {"x": 1.0}), ValueError, "unknown layer 'x'"),
         (lambda: plasticity.set_plasticity(model, 1.0, layers="inner.stack.0"), TypeError, "list of names"),
         (lambda: plasticity.set_plasticity(model, {NAMES[0]: 1.0}, layers=NAMES), ValueError, "layers must be None"),
-        (lambda: plasticity.scale_plasticity(model, -1), ValueError, "factor must be >= 0, got -1"),
+        (lambda: plasticity.scale_plasticity(model, -1), ValueError, "factor must be a finite number >= 0, got -1"),
         (lambda: plasticity.draw_plasticity(model, 1, 0), ValueError, "low must be <= high"),
         (lambda: plasticity.draw_plasticity(model, 0, math.inf), ValueError, "both finite, got 0 and inf"),
         (lambda: plasticity.plasticity(make("mamba2")), ValueError, "must contain a metaplastic layer, got a Mamba2"),
