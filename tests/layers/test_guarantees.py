@@ -16,9 +16,8 @@ from metaplastic.rules import AdditiveState, DeltaState, GaussianState, Palimpsa
 from .mixers import CELLS, KINDS, flat, gradients, inputs, make, rebuilt, trained
 
 # The layer's own rounding, with weights and inputs that are exact in that dtype: relative to the largest element, and
-# in norm for the gradients in 16 bits, which a normalisation of almost nothing magnifies element by element. In 16 bits
-# two dozen roundings in a row.
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-4, torch.bfloat16: 24 * 2**-8, torch.float16: 24 * 2**-11}
+# in norm for the gradients in 16 bits, which a normalisation of almost nothing magnifies element by element.
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-4, torch.bfloat16: 8e-2, torch.float16: 1e-2}
 
 
 def masks(padding, batch, length):
@@ -111,7 +110,9 @@ def test_padding_cuts_and_lengths(kind, backend, dtype, padding, continued):
             assert all(d.isfinite().all() for d in found), case
             if low:
                 a, b = (torch.cat([d.double().flatten() for d in ds]) for ds in (found, wanted))
-                assert (a - b).norm() <= TOLERANCE[dtype] * b.norm(), f"{case}: gradients"
+                # The filter's gains divide by small noises that 16-bit projections round.
+                bound = TOLERANCE[dtype] * (1.5 if kind.startswith("bayesian") else 1)
+                assert (a - b).norm() <= bound * b.norm(), f"{case}: gradients"
                 continue
             # A gradient may be a small difference of large ones (a norm cancels what only scales its input).
             least = max(1e-3, 1e-2 * max(b.abs().max().item() for b in wanted if b.numel()))

@@ -22,14 +22,14 @@ from torch import Tensor, nn
 from ..ops.contract import compute_dtype
 from ..rules import GaussianState
 from ..rules import bayesian as rule
-from .convolution import ShortConvolution
-from .mixer import BayesianGates, Mixer, MixerState, Projected, l2_normalize
-from .options import check_flags, check_positive, check_sizes
+from .backbone import DeltaNetBackbone
+from .mixer import BayesianGates, MixerState, Projected
+from .options import check_flags, check_sizes
 
 DECAYS, NOISES = ("head", "key"), ("coupled", "free")
 
 
-class BayesianLayer(Mixer):
+class BayesianLayer(DeltaNetBackbone):
     """The Bayesian Layer's mixer.
 
     Args:
@@ -74,8 +74,7 @@ class BayesianLayer(Mixer):
             if value not in known:
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}")
         check_flags(rotation=rotation)
-        check_positive(norm_eps=norm_eps)
-        check_sizes(key_size=key_size, value_size=value_size, conv_size=1 if conv_size is None else conv_size)
+        check_sizes(key_size=key_size, value_size=value_size)
         if noise_groups is not None:
             check_sizes(noise_groups=noise_groups)
         if rotation and key_size % 2:
@@ -86,18 +85,13 @@ class BayesianLayer(Mixer):
         super().__init__(hidden_size, num_heads, key_size, value_size, decay_range, dt_range, backend, decays=decays)
         self.decays, self.rotation, self.noise_groups = decays, rotation, noise_groups
         self.process_noise, self.scale = process_noise, 1.0
-        keys, values, noises = num_heads * key_size, num_heads * value_size, num_heads * (noise_groups or 1)
-        self.q_proj = nn.Linear(hidden_size, keys, bias=False)
-        self.k_proj = nn.Linear(hidden_size, keys, bias=False)
-        self.v_proj = nn.Linear(hidden_size, values, bias=False)
-        self.conv = None if conv_size is None else ShortConvolution(2 * keys + values, conv_size)
+        keys, noises = num_heads * key_size, num_heads * (noise_groups or 1)
+        self._init_inputs(None, conv_size)
         self.dt_proj = nn.Linear(hidden_size, num_heads * (decays or 1), bias=False)
         self.noise_proj = nn.Linear(hidden_size, noises, bias=False)
         self.process_proj = nn.Linear(hidden_size, num_heads, bias=False) if process_noise == "free" else None
         self.angle_proj = nn.Linear(hidden_size, keys // 2, bias=False) if rotation else None
-        self.gate_proj = nn.Linear(hidden_size, values, bias=False)
-        self.o_norm = nn.RMSNorm(value_size, eps=norm_eps)
-        self.o_proj = nn.Linear(values, hidden_size, bias=False)
+        self._init_output(norm_eps)
         per_noise = (num_heads,) if noise_groups is None else (num_heads, noise_groups)
         self.prior_variance = nn.Parameter(torch.empty(per_noise))  # p0 through softplus
         self.stationary_variance = nn.Parameter(torch.empty(num_heads))  # p_inf through softplus
@@ -127,14 +121,7 @@ class BayesianLayer(Mixer):
         return tuple(inputs), {"prior_variance": prior_variance, "rotation": rotation}
 
     def _project(self, x, state, keep, cu_seqlens) -> Projected:
-        projected = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
-        mixed, convolution = self._convolve(projected, state, keep, cu_seqlens)
-        if self.conv is not None:
-            mixed = F.silu(mixed)
-        keys, values = self.num_heads * self.key_size, self.num_heads * self.value_size
-        q, k, v = mixed.split([keys, keys, values], -1)
-        q, k = (l2_normalize(z.unflatten(-1, (self.num_heads, self.key_size))) for z in (q, k))
-        v = v.unflatten(-1, (self.num_heads, self.value_size))
+        q, k, v, convolution = self._queries_keys_values(x, state, keep, cu_seqlens)
         dtype = compute_dtype(x)  # decays, noises and angles are at least float32, whatever the activations
         decays = self.dt_proj(x).to(dtype).unflatten(-1, self.A_log.shape)
         g = self._log_decay(F.softplus(decays + self.dt_bias.to(dtype)))
@@ -157,9 +144,6 @@ class BayesianLayer(Mixer):
             angle = None if angle is None else _silent(angle, pad)
         gates = BayesianGates(q, k, v, g, process, observation, prior, angle)
         return Projected(gates, v, self.gate_proj(x), convolution)
-
-    def _output(self, o: Tensor, output_gate: Tensor) -> Tensor:
-        return self.o_proj(self.o_norm(o.to(self.o_norm.weight.dtype)).flatten(2) * F.silu(output_gate))
 
 
 def _silent(x: Tensor, pad: Tensor) -> Tensor:

@@ -12,16 +12,16 @@ It corrects what it answers wrongly, but every write goes along the key itself, 
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from ..ops.contract import compute_dtype
 from ..rules import DeltaState
-from .convolution import ShortConvolution
-from .mixer import DeltaGates, Mixer, MixerState, Projected, l2_normalize, repeat_heads
-from .options import check_flags, check_positive, check_sizes
+from .backbone import DeltaNetBackbone
+from .mixer import DeltaGates, MixerState, Projected
+from .options import check_flags, check_sizes
 
 
-class GatedDeltaNet(Mixer):
+class GatedDeltaNet(DeltaNetBackbone):
     """Gated DeltaNet's mixer.
 
     Args:
@@ -58,23 +58,13 @@ class GatedDeltaNet(Mixer):
         backend: str = "auto",
     ):
         super().__init__(hidden_size, num_heads, key_size, value_size, decay_range, dt_range, backend)
-        num_key_heads = num_heads if num_key_heads is None else num_key_heads
-        check_sizes(num_key_heads=num_key_heads, conv_size=conv_size)
-        check_positive(norm_eps=norm_eps)
         check_flags(negative_eigenvalues=negative_eigenvalues)
-        if num_heads % num_key_heads:
-            raise ValueError(f"num_key_heads must divide num_heads = {num_heads}, got {num_key_heads}")
-        self.num_key_heads, self.scale, self.negative_eigenvalues = num_key_heads, key_size**-0.5, negative_eigenvalues
-        keys, values = num_key_heads * key_size, num_heads * value_size
-        self.q_proj = nn.Linear(hidden_size, keys, bias=False)
-        self.k_proj = nn.Linear(hidden_size, keys, bias=False)
-        self.v_proj = nn.Linear(hidden_size, values, bias=False)
-        self.conv = ShortConvolution(2 * keys + values, conv_size)
+        self.scale, self.negative_eigenvalues = key_size**-0.5, negative_eigenvalues
+        check_sizes(conv_size=conv_size)  # always one here
+        self._init_inputs(num_key_heads, conv_size)
         self.beta_proj = nn.Linear(hidden_size, num_heads, bias=False)
         self.dt_proj = nn.Linear(hidden_size, num_heads, bias=False)
-        self.gate_proj = nn.Linear(hidden_size, values, bias=False)
-        self.o_norm = nn.RMSNorm(value_size, eps=norm_eps)
-        self.o_proj = nn.Linear(values, hidden_size, bias=False)
+        self._init_output(norm_eps)
         self._init_rule()
         self.reset_parameters()
 
@@ -84,19 +74,10 @@ class GatedDeltaNet(Mixer):
         return MixerState(self._empty_convolution(batch), DeltaState(mean))
 
     def _project(self, x, state, keep, cu_seqlens) -> Projected:
-        projected = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
-        mixed, convolution = self._convolve(projected, state, keep, cu_seqlens)
-        keys, values = self.num_key_heads * self.key_size, self.num_heads * self.value_size
-        q, k, v = F.silu(mixed).split([keys, keys, values], -1)
-        q, k = (z.unflatten(-1, (self.num_key_heads, self.key_size)) for z in (q, k))
-        q, k = (l2_normalize(repeat_heads(z, self.num_heads)) for z in (q, k))
-        v = v.unflatten(-1, (self.num_heads, self.value_size))
+        q, k, v, convolution = self._queries_keys_values(x, state, keep, cu_seqlens)
         dtype = compute_dtype(x)  # strengths and decays are at least float32, whatever the activations
         beta = torch.sigmoid(self.beta_proj(x).to(dtype)) * (2 if self.negative_eigenvalues else 1)
         g = self._log_decay(F.softplus(self.dt_proj(x).to(dtype) + self.dt_bias.to(dtype)))
         if keep is not None:
             beta, g = beta.masked_fill(~keep[..., None], 0), g.masked_fill(~keep[..., None], 0)
         return Projected(DeltaGates(q, k, v, beta, g), v, self.gate_proj(x), convolution)
-
-    def _output(self, o: Tensor, output_gate: Tensor) -> Tensor:
-        return self.o_proj(self.o_norm(o.to(self.o_norm.weight.dtype)).flatten(2) * F.silu(output_gate))

@@ -15,16 +15,16 @@ adds the evidence and the prior to it, so the weights of the former load into th
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from ..ops.contract import compute_dtype
-from .convolution import ShortConvolution
+from .backbone import DeltaNetBackbone
 from .evidence import Evidence
-from .mixer import Mixer, Projected, l2_normalize, repeat_heads
-from .options import check_positive, check_sizes
+from .mixer import Projected
+from .options import check_sizes
 
 
-class PalimpsaDAdditive(Mixer):
+class PalimpsaDAdditive(DeltaNetBackbone):
     """Palimpsa-D without metaplasticity: the same projections and gates, the additive rule.
 
     Args:
@@ -54,42 +54,23 @@ class PalimpsaDAdditive(Mixer):
         backend: str = "auto",
     ):
         super().__init__(hidden_size, num_heads, key_size, value_size, decay_range, dt_range, backend)
-        num_key_heads = num_heads if num_key_heads is None else num_key_heads
-        check_sizes(num_key_heads=num_key_heads, conv_size=conv_size)
-        check_positive(norm_eps=norm_eps)
-        if num_heads % num_key_heads:
-            raise ValueError(f"num_key_heads must divide num_heads = {num_heads}, got {num_key_heads}")
-        self.num_key_heads, self.scale = num_key_heads, key_size**-0.5
-        keys, values = num_key_heads * key_size, num_heads * value_size
-        self.q_proj = nn.Linear(hidden_size, keys, bias=False)
-        self.k_proj = nn.Linear(hidden_size, keys, bias=False)
-        self.v_proj = nn.Linear(hidden_size, values, bias=False)
-        self.conv = ShortConvolution(2 * keys + values, conv_size)
+        self.scale = key_size**-0.5
+        check_sizes(conv_size=conv_size)  # always one here
+        self._init_inputs(num_key_heads, conv_size)
         self.strength_proj = nn.Linear(hidden_size, num_heads, bias=False)
         self.dt_proj = nn.Linear(hidden_size, num_heads, bias=False)
-        self.gate_proj = nn.Linear(hidden_size, values, bias=False)
-        self.o_norm = nn.RMSNorm(value_size, eps=norm_eps)
-        self.o_proj = nn.Linear(values, hidden_size, bias=False)
+        self._init_output(norm_eps)
         self._init_rule()
         self.reset_parameters()
 
     def _project(self, x, state, keep, cu_seqlens) -> Projected:
-        projected = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
-        mixed, convolution = self._convolve(projected, state, keep, cu_seqlens)
-        keys, values = self.num_key_heads * self.key_size, self.num_heads * self.value_size
-        q, k, u = F.silu(mixed).split([keys, keys, values], -1)
-        q, k = (z.unflatten(-1, (self.num_key_heads, self.key_size)) for z in (q, k))
-        q, k = (l2_normalize(repeat_heads(z, self.num_heads)) for z in (q, k))
-        u = u.unflatten(-1, (self.num_heads, self.value_size))
+        q, k, u, convolution = self._queries_keys_values(x, state, keep, cu_seqlens)
         strength = torch.sigmoid(self.strength_proj(x))[..., None]
         dtype = compute_dtype(x)  # decays are at least float32, whatever the activations
         g = self._log_decay(F.softplus(self.dt_proj(x).to(dtype) + self.dt_bias.to(dtype)))
         if keep is not None:
             strength, g = strength.masked_fill(~keep[..., None, None], 0), g.masked_fill(~keep[..., None], 0)
         return Projected(self._rule_inputs(x, q, k, u * strength, strength, g), u, self.gate_proj(x), convolution)
-
-    def _output(self, o: Tensor, output_gate: Tensor) -> Tensor:
-        return self.o_proj(self.o_norm(o.to(self.o_norm.weight.dtype)).flatten(2) * F.silu(output_gate))
 
 
 class PalimpsaD(Evidence, PalimpsaDAdditive):
