@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 # Spelled out, so that help needs no PyTorch; a test compares it with metaplastic.layers.MIXERS.
-MIXER_NAMES = ("palimpsa_d", "palimpsa_d_additive", "palimpsa_m", "mamba2", "bayesian", "gated_deltanet")
+MIXER_NAMES = ("palimpsa_d", "palimpsa_d_additive", "palimpsa_m", "mamba2", "bayesian", "gated_deltanet", "attention")
 Mixer = Annotated[str, typer.Option(help=f"The layer that mixes tokens: {', '.join(MIXER_NAMES)}.")]
 KeySize = Annotated[int | None, typer.Option(help="Of a head. None: hidden size / heads.")]
 ValueSize = Annotated[

@@ -32,7 +32,8 @@ def make(kind, backend="auto", dtype=torch.float64, **options):
     torch.manual_seed(0)
     name, given = KINDS.get(kind, (kind, {}))
     sizes = {"hidden_size": WIDTH, "num_heads": 4, "key_size": 3, "value_size": 5}
-    return MIXERS[name](**(sizes | given | options), backend=backend).to(dtype)
+    chosen = {"backend": backend} if MIXERS[name].operator else {}
+    return MIXERS[name](**(sizes | given | options), **chosen).to(dtype)
 
 
 def inputs(batch=2, length=11, seed=0, dtype=torch.float64):
@@ -55,3 +56,40 @@ def trained(layer):
 
 def gradients(loss, *leaves):
     return torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True, retain_graph=True)
+
+
+# The layer's own rounding, with weights and inputs that are exact in that dtype: relative to the largest element, and
+# in norm for the gradients in 16 bits, which a normalisation of almost nothing magnifies element by element.
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-4, torch.bfloat16: 8e-2, torch.float16: 1e-2}
+
+
+def masks(padding, batch, length):
+    """[B, T] bool; the last row of a padded batch is nothing but padding."""
+    keep = torch.ones(batch, length, dtype=torch.bool)
+    if padding == "none":
+        return keep
+    third = length // 3
+    for row in range(batch - 1):
+        if padding == "left":
+            keep[row, : third * row] = False
+        elif padding == "right":
+            keep[row, length - third * row :] = False
+        else:
+            keep[row, row::3] = False
+    keep[batch - 1] = False
+    return keep
+
+
+def cut(length, split):
+    if split == "whole":
+        return [length]
+    if split == "tokens":
+        return [1] * length or [0]
+    pieces = [2, 1, 0, 3]  # shorter than the convolution, and empty
+    return [*pieces, length - sum(pieces)] if length > sum(pieces) else [length, 0]
+
+
+def close(found, expected, dtype, what, least=1e-3):
+    scale = max(expected.abs().max().item(), least) if expected.numel() else 1.0
+    error = (found.double() - expected).abs().max().item() if expected.numel() else 0.0
+    assert error <= TOLERANCE[dtype] * scale, f"{what}: {error:.2e} of {scale:.2e}"

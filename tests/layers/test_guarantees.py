@@ -13,28 +13,7 @@ from metaplastic import rules
 from metaplastic.layers import MIXERS
 from metaplastic.rules import AdditiveState, DeltaState, GaussianState, PalimpsaState
 
-from .mixers import CELLS, KINDS, flat, gradients, inputs, make, rebuilt, trained
-
-# The layer's own rounding, with weights and inputs that are exact in that dtype: relative to the largest element, and
-# in norm for the gradients in 16 bits, which a normalisation of almost nothing magnifies element by element.
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-4, torch.bfloat16: 8e-2, torch.float16: 1e-2}
-
-
-def masks(padding, batch, length):
-    """[B, T] bool; the last row of a padded batch is nothing but padding."""
-    keep = torch.ones(batch, length, dtype=torch.bool)
-    if padding == "none":
-        return keep
-    third = length // 3
-    for row in range(batch - 1):
-        if padding == "left":
-            keep[row, : third * row] = False
-        elif padding == "right":
-            keep[row, length - third * row :] = False
-        else:
-            keep[row, row::3] = False
-    keep[batch - 1] = False
-    return keep
+from .mixers import CELLS, KINDS, TOLERANCE, close, cut, flat, gradients, inputs, make, masks, rebuilt, trained
 
 
 def oracle(layer, x, keep, start):
@@ -47,21 +26,6 @@ def oracle(layer, x, keep, start):
         outputs.append(torch.zeros_like(x[row]).index_copy(0, real, y[0]))
         finals.append(flat(state))
     return torch.stack(outputs), [torch.cat(parts) for parts in zip(*finals, strict=True)]
-
-
-def cut(length, split):
-    if split == "whole":
-        return [length]
-    if split == "tokens":
-        return [1] * length or [0]
-    pieces = [2, 1, 0, 3]  # shorter than the convolution, and empty
-    return [*pieces, length - sum(pieces)] if length > sum(pieces) else [length, 0]
-
-
-def close(found, expected, dtype, what, least=1e-3):
-    scale = max(expected.abs().max().item(), least) if expected.numel() else 1.0
-    error = (found.double() - expected).abs().max().item() if expected.numel() else 0.0
-    assert error <= TOLERANCE[dtype] * scale, f"{what}: {error:.2e} of {scale:.2e}"
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=lambda d: str(d).removeprefix("torch."))

@@ -14,8 +14,10 @@ OPTIONS = {
     "mamba2": {"decay_range": (0.1, 1.0)},
     "bayesian": {"decay_range": (0.1, 1.0)},
     "gated_deltanet": {"decay_range": (0.1, 1.0)},
+    "attention": {"window": 9},
 }
 KINDS = [*MIXERS, "mixed"]
+WINDOW = OPTIONS["attention"]["window"]
 VOCABULARY = 40
 
 

@@ -9,7 +9,7 @@ from transformers import DynamicCache, StaticCache
 from metaplastic.layers import MIXERS
 from metaplastic.models import MetaplasticForCausalLM, fork_cache
 
-from .conftest import config, make, same_numbers, states, tokens
+from .conftest import WINDOW, config, make, same_numbers, states, tokens
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -41,10 +41,14 @@ def test_a_cache_made_by_the_caller(kind, of):
     same_numbers(out, model(ids, use_cache=False).logits[:, 5:])
 
 
+def first_convolution(model):
+    return model.model.layers[0].mixer.conv.weight
+
+
 def test_gradients_through_the_cache(kind):
     """Back-propagation through time across calls; a detached fork cuts it."""
     model, ids = make(kind).double().train(), tokens()
-    weight = model.model.layers[0].mixer.conv.weight
+    weight = model.model.layers[0].mixer.v_proj.weight if kind == "attention" else first_convolution(model)
     whole = torch.autograd.grad(model(ids, use_cache=False).logits[:, 5:].square().sum(), weight)[0]
     cache = model(ids[:, :5], use_cache=True).cache
     cut = fork_cache(cache, detach=True)
@@ -127,10 +131,16 @@ def test_a_reset_cache_is_new(kind):
 
 
 def test_the_state_does_not_grow(kind):
+    """Attention's does, up to its window."""
     model, ids = make(kind), tokens()
     cache = model(ids[:, :1], use_cache=True).cache
     first = [x.shape for x in states(cache)]
-    assert [x.shape for x in states(model(ids, cache=cache).cache)] == first
+    model(ids, cache=cache)
+    second = [x.shape for x in states(cache)]
+    grows = [MIXERS[name].growing_state for name in model.config.mixers]
+    assert [layer.recurrent_states[0].shape[1] == WINDOW - 1 for layer in cache.layers] == grows
+    assert any(grows) or first == second
+    assert [x.shape for x in states(model(ids, cache=cache).cache)] == second
     assert len(first) == sum(1 + len(MIXERS[name].memory_type._fields) for name in model.config.mixers)
 
 
@@ -138,7 +148,10 @@ def test_memories_stay_float32_in_a_bf16_model(kind):
     model, ids = make(kind).bfloat16(), tokens()
     cache = model(ids[:, :1], cache=model(ids, use_cache=True).cache).cache
     for layer in cache.layers:
-        assert {x.dtype for x in layer.recurrent_states.values()} == {torch.float32}
+        expected = [torch.float32] * layer.number_of_states
+        if MIXERS[layer.mixer].growing_state:  # activations and positions
+            expected = [torch.bfloat16, torch.bfloat16, torch.int64]
+        assert [x.dtype for x in layer.recurrent_states.values()] == expected
         assert layer.conv_states[0].dtype == torch.bfloat16
     assert model.generate(ids, max_new_tokens=3).shape == (3, 15)
 

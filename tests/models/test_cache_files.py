@@ -27,7 +27,7 @@ def test_generating_from_a_file_is_generating_from_the_whole_text(kind, tmp_path
         assert file.metadata()["tokens_seen"] == "7"
         assert file.metadata()["format"] == "metaplastic cache 1"
         assert set(load_file(path)) == set(file.keys())
-    assert load_file(path)["layers.0.convolution"].shape[1] == 3
+    assert load_file(path)["layers.0.convolution"].shape[1] == (0 if kind == "attention" else 3)
 
 
 @torch.no_grad()
@@ -38,7 +38,7 @@ def test_half_precision_and_conversion(tmp_path):
     expected = model(ids[:, 7:], cache=fork_cache(cache)).logits
     assert torch.equal(model(ids[:, 7:], cache=load_cache(path, model.config)).logits, expected)
     wide = load_cache(path, model.config, device="cpu", dtype=torch.float64)
-    assert {x.dtype for x in states(wide)} == {torch.float64}
+    assert {x.dtype for x in states(wide) if x.is_floating_point()} == {torch.float64}
     model.double()(ids[:, 7:], cache=wide)
     narrow = load_cache(path, model.config, dtype=torch.float32)
     assert {x.dtype for x in states(narrow)} == {torch.float32}

@@ -58,7 +58,7 @@ def test_bad_configurations(change, message):
         config(**change)
 
 
-@pytest.mark.parametrize("name", MIXERS)
+@pytest.mark.parametrize("name", [name for name, kind in MIXERS.items() if kind.operator is not None])
 def test_every_backend_of_a_mixer_is_accepted(name):
     for backend in ("auto", *BACKENDS[MIXERS[name].operator]):
         assert config(name, mixer_options={name: {"num_heads": 2, "backend": backend}})

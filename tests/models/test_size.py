@@ -34,11 +34,12 @@ def test_parameters_by_part(kind, changes):
 def test_state_bytes_are_those_of_a_cache(kind, dtype):
     model, ids = make(kind).to(dtype), tokens(3, 4)
     cache = model(ids, use_cache=True).cache
-    assert sum(x.nbytes for x in states(cache)) == 3 * size(model.config).state_bytes(dtype)
+    found = size(model.config)
+    assert sum(x.nbytes for x in states(cache)) == 3 * (found.state_bytes(dtype) + 4 * found.bytes_per_token(dtype))
 
 
 def elementwise(name):
-    return {"num_heads": 2, "backend": "reference"} | OPTIONS.get(name, {})
+    return {"num_heads": 2} | OPTIONS[name] | ({"backend": "reference"} if MIXERS[name].operator else {})
 
 
 @pytest.mark.parametrize("length", [1, 24])
@@ -109,10 +110,26 @@ def test_the_rule_in_a_model(kind):
     expected = 0
     for block in make(kind).model.layers:
         memory = block.mixer.init_state(1).memory
+        if block.mixer_name == "attention":
+            continue
         expected += sum(MEMORY_FLOPS[type(memory)][name] * x.numel() for name, x in memory._asdict().items())
     assert found.memory_rule == expected
     if kind == "palimpsa_d":  # two layers of two heads of 8 x 8 elements, five operations on each of two fields
         assert found.memory_rule == 2 * 2 * 64 * 10
+
+
+def test_what_attention_sees():
+    """Four query heads that share two of keys (5) and values (3), in two layers."""
+    options = {"attention": {"num_heads": 4, "num_key_heads": 2, "key_size": 5, "value_size": 3}}
+    model = make("attention", mixer_options=options)
+    found = size(model.config)
+    assert (found.activations_per_token, found.positions_per_token) == (2 * 2 * 8, 2)
+    cache, ids = model(tokens(1, 12), use_cache=True).cache, tokens(1, 1)
+    assert sum(x.nbytes for x in states(cache)) == 12 * found.bytes_per_token()
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(ids, cache=cache)
+    assert counter.get_total_flops() == found.matrix_products + 13 * found.attention_per_token
+    assert dict(describe(model.config))["  attention: per token seen"] == f"{found.attention_per_token:,}"
 
 
 def test_a_rule_without_a_cost(monkeypatch):

@@ -9,6 +9,7 @@ import torch
 from statsmodels.tsa.statespace.kalman_filter import KalmanFilter
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 
+from metaplastic.evaluation.collision import place_keys, schedule, tokens
 from metaplastic.rules import additive, bayesian, delta, gaussian, longhorn, mesa, palimpsa
 
 KEYS, VALUES, LENGTH = 4, 6, 17
@@ -238,10 +239,7 @@ def test_gradients():
 
 def collision(rho=0.92):
     """k_A and k_B overlap by rho; two rounds over six identities, then B 40 times, then A 60 times; k_B is asked."""
-    keys = torch.eye(16, dtype=torch.float64)[:6].clone()
-    keys[1] = torch.zeros(16, dtype=torch.float64)
-    keys[1, 0], keys[1, 1] = rho, math.sqrt(1 - rho**2)
-    order = [0, 1, 2, 3, 4, 5] * 2 + [1] * 40 + [0] * 60
+    keys, order = place_keys(rho), tokens(schedule())
     k, v = keys[order][None, :, None], torch.eye(6, dtype=torch.float64)[order][None, :, None]
     return keys[1].expand_as(k), k, v, torch.ones(1, len(order), 1, dtype=torch.float64)
 

@@ -5,6 +5,7 @@ Every mixer follows one protocol: ``mixer(x, state=None, *, mask=None, cu_seqlen
 ``MIXERS`` names them for configurations.
 """
 
+from .attention import Attention
 from .bayesian import BayesianLayer
 from .convolution import ShortConvolution
 from .gated_deltanet import GatedDeltaNet
@@ -19,10 +20,12 @@ MIXERS = {
     "mamba2": Mamba2,
     "bayesian": BayesianLayer,
     "gated_deltanet": GatedDeltaNet,
+    "attention": Attention,
 }
 
 __all__ = [
     "MIXERS",
+    "Attention",
     "BayesianLayer",
     "GatedDeltaNet",
     "Mamba2",

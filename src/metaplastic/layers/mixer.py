@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .. import ops
 from ..ops import dispatch
 from ..ops.contract import check_mask, check_packing, compute_dtype, inside_sequences, read_offsets
-from ..rules import AdditiveState, DeltaState, GaussianState, PalimpsaState
+from ..rules import AdditiveState
 from .convolution import ShortConvolution
 from .options import check_range, check_sizes
 
@@ -65,7 +65,7 @@ class MixerState(NamedTuple):
     """What one layer carries from token to token."""
 
     convolution: Tensor  # [B, W - 1, channels], the last inputs of the short convolution
-    memory: AdditiveState | PalimpsaState | DeltaState | GaussianState
+    memory: Any  # of class memory_type: a NamedTuple of tensors [B, ...]
 
 
 class Projected(NamedTuple):
@@ -87,6 +87,7 @@ class Mixer(nn.Module):
 
     operator: str = "additive"  # its name in ``metaplastic.ops``
     memory_type: type = AdditiveState
+    growing_state: bool = False  # whether it holds a slot for every token
     no_weight_decay: tuple[str, ...] = ("A_log", "dt_bias", "D")  # parameters that weight decay would bias
     value_expansion: int = 1  # default value_size of a language model: this many times hidden_size / num_heads
     has_residual: bool = True  # whether D times the values is added to the read-out
@@ -152,7 +153,7 @@ class Mixer(nn.Module):
         cu_seqlens: Int[Tensor, "..."] | None = None,
     ) -> Gates:
         """The inputs of this layer's rule for activations ``x``: replay the rule with them to look at the memory."""
-        x, keep = self._enter(x, state, mask, cu_seqlens)
+        x, keep = enter(self, x, state, mask, cu_seqlens)
         return self._project(x, state, keep, cu_seqlens).gates
 
     def forward(
@@ -177,7 +178,7 @@ class Mixer(nn.Module):
         Raises:
             ValueError, TypeError: a wrong shape, dtype, mask, state or offset; the message names the argument.
         """
-        x, keep = self._enter(x, state, mask, cu_seqlens)
+        x, keep = enter(self, x, state, mask, cu_seqlens)
         gates, values, output_gate, convolution = self._project(x, state, keep, cu_seqlens)
         inputs, named = self._arguments(gates)
         read = getattr(ops, self.operator)(
@@ -210,31 +211,6 @@ class Mixer(nn.Module):
     def _log_decay(self, dt: Tensor) -> Tensor:
         return -self.A_log.to(dt.dtype).exp() * dt
 
-    def _enter(self, x, state, mask, cu_seqlens) -> tuple[Tensor, Tensor | None]:
-        """Checks the arguments; x with zeros at tokens that do not count, and which do ([B, T] bool; None: all)."""
-        if not isinstance(x, Tensor) or not x.is_floating_point():
-            raise TypeError(f"x must be a floating point tensor, got {getattr(x, 'dtype', type(x).__name__)}")
-        if x.dim() != 3 or x.shape[-1] != self.hidden_size:
-            raise ValueError(f"x must be [B, T, {self.hidden_size}], got {list(x.shape)}")
-        if mask is not None and cu_seqlens is not None:
-            raise ValueError("give mask (padded batch) or cu_seqlens (packed sequences), not both")
-        check_packing(type(self).__name__, cu_seqlens, x.shape[0])
-        if cu_seqlens is not None and cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
-            read_offsets(type(self).__name__, cu_seqlens, x.shape[1])
-        if mask is not None:
-            check_mask("mask", mask)
-        if mask is not None and mask.shape != x.shape[:2]:
-            raise ValueError(f"mask must be [B, T] = {list(x.shape[:2])}, got {list(mask.shape)}")
-        if state is not None and not isinstance(state, MixerState):
-            raise TypeError(f"state must be a MixerState from this layer, got {type(state).__name__}")
-        if mask is not None:
-            keep = mask.bool()
-        elif cu_seqlens is not None:
-            keep = inside_sequences(cu_seqlens, x.shape[1], x.device)[None]
-        else:
-            return x, None
-        return x.masked_fill(~keep[..., None], 0), keep
-
     def _convolve(self, x: Tensor, state: MixerState | None, keep: Tensor | None, cu_seqlens) -> tuple[Tensor, Tensor]:
         """The new state too; without a convolution x itself and an empty state."""
         if self.conv is None:
@@ -245,6 +221,32 @@ class Mixer(nn.Module):
             mask=keep if cu_seqlens is None else None,
             cu_seqlens=cu_seqlens,
         )
+
+
+def enter(layer: Any, x, state, mask, cu_seqlens) -> tuple[Tensor, Tensor | None]:
+    """Checks the arguments; x with zeros at tokens that do not count, and which do ([B, T] bool; None: all)."""
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        raise TypeError(f"x must be a floating point tensor, got {getattr(x, 'dtype', type(x).__name__)}")
+    if x.dim() != 3 or x.shape[-1] != layer.hidden_size:
+        raise ValueError(f"x must be [B, T, {layer.hidden_size}], got {list(x.shape)}")
+    if mask is not None and cu_seqlens is not None:
+        raise ValueError("give mask (padded batch) or cu_seqlens (packed sequences), not both")
+    check_packing(type(layer).__name__, cu_seqlens, x.shape[0])
+    if cu_seqlens is not None and cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+        read_offsets(type(layer).__name__, cu_seqlens, x.shape[1])
+    if mask is not None:
+        check_mask("mask", mask)
+    if mask is not None and mask.shape != x.shape[:2]:
+        raise ValueError(f"mask must be [B, T] = {list(x.shape[:2])}, got {list(mask.shape)}")
+    if state is not None and not isinstance(state, MixerState):
+        raise TypeError(f"state must be a MixerState from this layer, got {type(state).__name__}")
+    if mask is not None:
+        keep = mask.bool()
+    elif cu_seqlens is not None:
+        keep = inside_sequences(cu_seqlens, x.shape[1], x.device)[None]
+    else:
+        return x, None
+    return x.masked_fill(~keep[..., None], 0), keep
 
 
 def l2_normalize(x: Tensor) -> Tensor:

@@ -96,24 +96,34 @@ def load_cache(
     cache = new_cache(config)
     rows = [x.shape[0] for x in tensors.values() if x.dim()][:1]
     for i, like in enumerate(empty_states(config)):
-        found = []
+        found, slots = [], None  # how many slots a growing state has
         for name, x in fields(like).items():
             key, expected = f"layers.{i}.{name}", [*rows, *x.shape[1:]]
+            if name != "convolution" and MIXERS[mixers[i]].growing_state and key in tensors and tensors[key].dim() > 1:
+                expected[1] = slots = tensors[key].shape[1] if slots is None else slots
             if key not in tensors or list(tensors[key].shape) != expected:
                 came = f"is {list(tensors[key].shape)}" if key in tensors else "is missing"
                 raise ValueError(f"path: {path} does not fit the configuration: {key} {came}, expected {expected}")
-            if tensors[key].dtype not in (kinds := _FLOATS if name == "convolution" else _WIDE):
+            if tensors[key].dtype not in (kinds := _kinds(name, mixers[i])):
                 names = ", ".join(map(str, kinds))
                 raise ValueError(f"path: in {path} {key} is {tensors[key].dtype}, expected one of {names}")
             found.append(tensors.pop(key).to(place))
-        if dtype is not None:
-            wide = torch.float64 if dtype == torch.float64 else torch.float32
-            found = [found[0].to(dtype), *(x.to(wide) for x in found[1:])]
+            if dtype is not None and kinds is _FLOATS:
+                found[-1] = found[-1].to(dtype)
+            elif dtype is not None and kinds is _WIDE:
+                found[-1] = found[-1].to(torch.float64 if dtype == torch.float64 else torch.float32)
         cache.layers[i].put(MixerState(found[0], type(like.memory)(*found[1:])), mixers[i])  # pyright: ignore
     if tensors:
         raise ValueError(f"path: {path} does not fit the configuration: unexpected {', '.join(sorted(tensors))}")
     setattr(cache, COUNT, torch.tensor(seen, dtype=torch.int64, device=place))
     return cache
+
+
+def _kinds(name: str, mixer: str) -> tuple[torch.dtype, ...]:
+    """In which dtypes a field of a state may come: activations in any, memories in at least float32."""
+    if name == "positions":
+        return (torch.int64,)
+    return _FLOATS if name == "convolution" or MIXERS[mixer].growing_state else _WIDE
 
 
 def _refuse_folder(path: Path) -> None:

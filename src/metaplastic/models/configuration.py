@@ -101,7 +101,7 @@ class MetaplasticConfig(PreTrainedConfig):
                 raise ValueError(
                     f"unknown option {', '.join(map(repr, unknown))} of mixer {name!r}; known: {', '.join(known)}"
                 )
-            backends = ("auto", *BACKENDS[MIXERS[name].operator])
+            backends = ("auto", *BACKENDS.get(MIXERS[name].operator, ()))
             if (backend := options.get("backend", "auto")) not in backends:
                 raise ValueError(
                     f"backend of mixer {name!r} must be one of {', '.join(map(repr, backends))}, got {backend!r}"
@@ -146,7 +146,8 @@ class MetaplasticConfig(PreTrainedConfig):
             raise ValueError(f"num_heads of mixer {name!r} must be an integer >= 1, got {heads!r}")
         options.setdefault("key_size", max(1, self.hidden_size // heads))
         options.setdefault("value_size", max(1, MIXERS[name].value_expansion * self.hidden_size // heads))
-        options.setdefault("norm_eps", self.norm_eps)
+        if "norm_eps" in mixer_option_names(name):
+            options.setdefault("norm_eps", self.norm_eps)
         return options
 
     @property

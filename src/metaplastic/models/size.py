@@ -5,10 +5,12 @@ A multiplication, addition or division is one FLOP. Counted per token, from the 
     matrix products    2 per weight of every Linear, the output layer included
     convolutions       2 per weight of every short convolution
     memory rule        per element of every field of the memory, as in ``MEMORY_FLOPS``
+    attention          per token that is seen, 2 K + 2 V of every query head
 
 Left out, as is usual: norms, activations, gates and embedding look-ups, all linear in the width. Training is taken as
 three times forward (two products for the gradients of each product); recomputing states or checkpointed blocks comes
-on top. A decode step costs what a token of a longer input does, whatever came before: the memory does not grow.
+on top. A decode step costs what a token of a longer input does, whatever came before, where no layer is attention: its
+state and its work grow with the tokens seen, and are counted on their own.
 """
 
 import dataclasses
@@ -49,6 +51,9 @@ class ModelSize:
     matrix_products: int
     convolutions: int
     memory_rule: int
+    activations_per_token: int  # elements of attention's keys and values, for every token up to a layer's window
+    positions_per_token: int  # 8 bytes each
+    attention_per_token: int  # FLOPs of one token for every token that it sees
 
     @property
     def parameters(self) -> int:
@@ -56,7 +61,7 @@ class ModelSize:
 
     @property
     def forward_flops(self) -> int:
-        """Of one token in a longer input, or of one decode step of one sequence."""
+        """Of one token in a longer input, or of one decode step of one sequence; without what attention sees."""
         return self.matrix_products + self.convolutions + self.memory_rule
 
     @property
@@ -65,8 +70,12 @@ class ModelSize:
         return 3 * self.forward_flops
 
     def state_bytes(self, dtype: torch.dtype = torch.float32) -> int:
-        """Bytes of one sequence's states in a model of this dtype; the memory is at least float32."""
+        """Bytes of one sequence's states of fixed size in a model of this dtype; the memory is at least float32."""
         return self.convolution_state * dtype.itemsize + self.memory_state * max(4, dtype.itemsize)
+
+    def bytes_per_token(self, dtype: torch.dtype = torch.float32) -> int:
+        """Bytes by which the states of one sequence grow with every token, up to each layer's window."""
+        return self.activations_per_token * dtype.itemsize + self.positions_per_token * 8
 
 
 def size(config: MetaplasticConfig) -> ModelSize:
@@ -80,6 +89,8 @@ def size(config: MetaplasticConfig) -> ModelSize:
     states = empty_states(config)
     rule = 0
     for name, state in zip(config.mixers, states, strict=True):
+        if MIXERS[name].growing_state:
+            continue
         costs = MEMORY_FLOPS.get(type(state.memory))
         if costs is None:
             known = ", ".join(kind.__name__ for kind in MEMORY_FLOPS)
@@ -88,6 +99,7 @@ def size(config: MetaplasticConfig) -> ModelSize:
     blocks: Any = model.model.layers
     mixers = sum(_count(block.mixer) for block in blocks)
     mlps = sum(_count(block.mlp) for block in blocks if block.mlp is not None)
+    attentions = [block.mixer for block in blocks if block.mixer.growing_state]
     embeddings = _count(nn.ModuleList([model.model.embed_tokens, model.lm_head]))
     return ModelSize(
         embeddings=embeddings,
@@ -95,10 +107,13 @@ def size(config: MetaplasticConfig) -> ModelSize:
         mlps=mlps,
         norms=_count(model) - embeddings - mixers - mlps,
         convolution_state=sum(state.convolution.numel() for state in states),
-        memory_state=sum(x.numel() for state in states for x in state.memory),
+        memory_state=sum(x.numel() for state in states for x in state.memory),  # attention's is empty at first
         matrix_products=2 * sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear)),
         convolutions=2 * sum(m.weight.numel() for m in model.modules() if isinstance(m, ShortConvolution)),
         memory_rule=rule,
+        activations_per_token=sum(m.num_key_heads * (m.key_size + m.value_size) for m in attentions),
+        positions_per_token=len(attentions),
+        attention_per_token=sum(2 * m.num_heads * (m.key_size + m.value_size) for m in attentions),
     )
 
 
@@ -156,10 +171,12 @@ def describe(config: MetaplasticConfig, dtype: str = "float32") -> list[tuple[st
         *((f"  {part}", f"{getattr(found, part):,}") for part in ("embeddings", "mixers", "mlps", "norms")),
         (f"weights ({dtype})", _bytes(found.parameters * kind.itemsize)),
         (f"state of a sequence ({dtype} model)", _bytes(found.state_bytes(kind))),
+        *([("  attention: per token read", _bytes(found.bytes_per_token(kind)))] if found.positions_per_token else []),
         ("FLOPs per token, forward or decode", f"{found.forward_flops:,}"),
         ("  matrix products", f"{found.matrix_products:,}"),
         ("  convolutions", f"{found.convolutions:,}"),
         ("  memory rule", f"{found.memory_rule:,}"),
+        *([("  attention: per token seen", f"{found.attention_per_token:,}")] if found.positions_per_token else []),
         ("FLOPs per token, training", f"{found.training_flops:,}"),
     ]
 
