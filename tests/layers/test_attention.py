@@ -27,6 +27,9 @@ KINDS = {
 }
 
 
+devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
 def attention(kind="plain", dtype=torch.float64, **options):
     return make("attention", dtype=dtype, **(KINDS[kind] | options))
 
@@ -54,8 +57,9 @@ def one(state, i):
 def start_of(layer, batch, dtype, padded=True):
     """A state that was padded, as a leaf."""
     keep = masks("interior" if padded else "none", batch, 5)
+    device = layer.o_proj.weight.device
     with torch.no_grad():
-        _, state = layer(inputs(batch, 5, 7, dtype), mask=keep)
+        _, state = layer(inputs(batch, 5, 7, dtype).to(device), mask=keep.to(device))
     return changed(state, lambda s: s.detach().requires_grad_())
 
 
@@ -63,17 +67,21 @@ def start_of(layer, batch, dtype, padded=True):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("padding", ["none", "left", "right", "interior"])
 @pytest.mark.parametrize("continued", [False, True])
-def test_padding_cuts_and_lengths(kind, dtype, padding, continued):
+@devices
+def test_padding_cuts_and_lengths(kind, dtype, padding, continued, device):
     """As of every mixer: the oracle is each row alone, unpadded and whole, in float64."""
     layer = attention(kind, dtype)
     exact = copy.deepcopy(layer).double()
+    layer = layer.to(device)
     for length in (0, 1, 2, 9):
         batch = 1 if length == 2 and padding == "none" else 4
         keep = masks(padding, batch, length)
         x = inputs(batch, length, seed=length, dtype=dtype).requires_grad_()
         x64 = x.detach().double().requires_grad_()
         start = start_of(layer, batch, dtype) if continued else None
-        start64 = None if start is None else changed(start, lambda s: s.detach().double().requires_grad_())
+        start64 = None
+        if start is not None:
+            start64 = changed(start, lambda s: s.detach().cpu().double().requires_grad_(), torch.Tensor.cpu)
         weights = torch.randn(x.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
         loss, outputs, finals = 0, [], []
         for i in range(batch):
@@ -85,24 +93,26 @@ def test_padding_cuts_and_lengths(kind, dtype, padding, continued):
         wanted = gradients(loss, x64, *([] if start64 is None else floats(start64)), *trained(exact))
         for split in ("whole", "tokens", "pieces"):
             state, ys, at = start, [], 0
-            for piece in x.masked_fill(~keep[..., None], torch.nan).split(cut(length, split), 1):
-                mask = None if padding == "none" else keep[:, at : at + piece.shape[1]]
+            filled = x.masked_fill(~keep[..., None], torch.nan).to(device)
+            for piece in filled.split(cut(length, split), 1):
+                mask = None if padding == "none" else keep[:, at : at + piece.shape[1]].to(device)
                 y, state = layer(piece, state, mask=mask)
                 ys.append(y)
                 at += piece.shape[1]
-            y, case = torch.cat(ys, 1), f"{length} tokens, {split}"
+            y, case = torch.cat(ys, 1).cpu(), f"{length} tokens, {split}"
             assert y.dtype == dtype
             assert not y[~keep].any(), case
             close(y, torch.stack(outputs), dtype, f"{case}: output")
             loss = (y.double() * weights).sum()
             for i, final in enumerate(finals):
-                found = row(state, i)
+                found = AttentionState(*(s.cpu() for s in row(state, i)))
                 assert torch.equal(found.positions, final.positions), case
                 for name in ("keys", "values"):
                     assert getattr(found, name).dtype == dtype
                     close(getattr(found, name), getattr(final, name).detach(), dtype, f"{case}: {name} of row {i}")
                 loss = loss + sum(s.double().square().sum() for s in found[:2])
             found = gradients(loss, x, *([] if start is None else floats(start)), *trained(layer))
+            found = [d.cpu() for d in found]
             assert not found[0][~keep].any(), case
             if dtype in (torch.bfloat16, torch.float16):
                 a, b = (torch.cat([d.double().flatten() for d in ds]) for ds in (found, wanted))
@@ -115,14 +125,15 @@ def test_padding_cuts_and_lengths(kind, dtype, padding, continued):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("continued", [False, True])
-def test_packed_equals_a_loop(kind, continued):
+@devices
+def test_packed_equals_a_loop(kind, continued, device):
     """Output, every gradient, initial and final states; empty and one-token sequences; garbage in the tail."""
-    layer, offsets = attention(kind), [0, 0, 1, 3, 9, 9, 16]
-    x = inputs(1, 20).requires_grad_()
+    layer, offsets = attention(kind).to(device), [0, 0, 1, 3, 9, 9, 16]
+    x = inputs(1, 20).to(device).requires_grad_()
     start = start_of(layer, 6, torch.float64) if continued else None
-    filled = x.masked_fill((torch.arange(20) >= 16)[:, None], torch.nan)
-    y, state = layer(filled, start, cu_seqlens=torch.tensor(offsets, dtype=torch.int32))
-    later = inputs(6, 2, seed=9)
+    filled = x.masked_fill((torch.arange(20, device=device) >= 16)[:, None], torch.nan)
+    y, state = layer(filled, start, cu_seqlens=torch.tensor(offsets, dtype=torch.int32, device=device))
+    later = inputs(6, 2, seed=9).to(device)
     after, _ = layer(later, state)
     loss, expected = y.square().sum() + after.square().sum(), 0
     for n, (a, b) in enumerate(itertools.pairwise(offsets)):
@@ -137,7 +148,7 @@ def test_packed_equals_a_loop(kind, continued):
     leaves = [x, *([] if start is None else floats(start)), *trained(layer)]
     for a, b in zip(gradients(loss, *leaves), gradients(expected, *leaves), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
-    nothing, state = layer(x[:, :0], cu_seqlens=torch.tensor([0, 0]))
+    nothing, state = layer(x[:, :0], cu_seqlens=torch.tensor([0, 0], device=device))
     assert nothing.shape == (1, 0, WIDTH)
     assert state.memory.positions.shape[0] == 1
 
@@ -287,12 +298,13 @@ def test_compiles_to_one_graph(kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_inductor_compiles_training(kind):
+@devices
+def test_inductor_compiles_training(kind, device):
     torch._dynamo.reset()
-    layer = attention(kind, torch.float32)
+    layer = attention(kind, torch.float32).to(device)
     compiled = torch.compile(layer, fullgraph=True, dynamic=True)
     for batch, length in ((2, 40), (3, 25)):
-        x = inputs(batch, length, dtype=torch.float32).requires_grad_()
+        x = inputs(batch, length, dtype=torch.float32).to(device).requires_grad_()
         y, expected = compiled(x)[0], layer(x)[0]
         torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5)
         leaves = [x, *trained(layer)]

@@ -6,8 +6,8 @@ import itertools
 import pytest
 import torch
 
-from .mixers import CELLS, KINDS, flat, gradients, inputs, make, rebuilt, trained
-from .test_guarantees import TOLERANCE, close, cut, masks, oracle
+from .mixers import CELLS, KINDS, TOLERANCE, close, cut, flat, gradients, inputs, make, masks, rebuilt, trained
+from .test_guarantees import oracle
 
 pytestmark = [
     pytest.mark.gpu,

@@ -1,36 +1,40 @@
-"""float32 against float64 over 20,000 tokens of ops.bayesian: every kind of key, of noise and of decay."""
+"""float32 against float64 over 20,000 (100,000 with -m slow) tokens of ops.bayesian: every kind of key, of noise and of decay."""
 
 import pytest
 import torch
 
 from metaplastic import ops
 
-LENGTH, KEYS = 20_000, 16
+KEYS = 16
 
 
-def keys(kind, source):
-    raw = torch.randn(1, LENGTH, 1, KEYS, dtype=torch.float64, generator=source)
+def keys(kind, length, source):
+    raw = torch.randn(1, length, 1, KEYS, dtype=torch.float64, generator=source)
     if kind == "repeated":
         raw = raw[:, :1].expand_as(raw)
     elif kind == "collinear":
         raw = raw[:, :1] + 1e-3 * raw
     elif kind == "few":
-        raw = raw[:, torch.randint(0, KEYS // 4, (LENGTH,), generator=source)]
+        raw = raw[:, torch.randint(0, KEYS // 4, (length,), generator=source)]
     unit = torch.nn.functional.normalize(raw, dim=-1)
-    return unit * (torch.rand(1, LENGTH, 1, 1, generator=source) > 0.3) if kind == "zero" else unit
+    return unit * (torch.rand(1, length, 1, 1, generator=source) > 0.3) if kind == "zero" else unit
 
 
 @pytest.mark.parametrize("kind", ["unit", "repeated", "collinear", "few", "zero"])
 @pytest.mark.parametrize("noise", ["coupled", "coupled, strong decays", "free, no decay"])
 @pytest.mark.parametrize("observation", [1e-2, 1.0])
-def test_20000_tokens(kind, noise, observation):
-    """Within 1e-4, but for keys seen again and again while the rest drifts undecayed: its variance grows to 3."""
+@pytest.mark.parametrize("length", [20_000, pytest.param(100_000, marks=pytest.mark.slow)])
+def test_many_tokens(kind, noise, observation, length):
+    """Within 1e-4, but for keys seen again and again while the rest drifts undecayed.
+
+    Its variance grows without end (to 3 and 11), and rounding writes a little into it at every token.
+    """
     source = torch.Generator().manual_seed(0)
-    k = keys(kind, source)
+    k = keys(kind, length, source)
     q = torch.nn.functional.normalize(torch.randn(k.shape, dtype=torch.float64, generator=source), dim=-1)
     q[:, ::2] = k[:, ::2]
-    v = torch.randn(1, LENGTH, 1, 16, dtype=torch.float64, generator=source)
-    g = -0.1 * torch.rand(1, LENGTH, 1, dtype=torch.float64, generator=source)
+    v = torch.randn(1, length, 1, 16, dtype=torch.float64, generator=source)
+    g = -0.1 * torch.rand(1, length, 1, dtype=torch.float64, generator=source)
     if noise == "coupled, strong decays":
         choices = torch.tensor([0.0] * 20 + [-50.0, -1000.0], dtype=torch.float64)
         g = choices[torch.randint(len(choices), g.shape, generator=source)]
@@ -44,12 +48,13 @@ def test_20000_tokens(kind, noise, observation):
         found = ops.bayesian(*(x.float() for x in inputs), prior_variance=prior.float(), output_variance=True)
     hard = noise == "free, no decay" and kind in ("repeated", "collinear", "few")
     for name, a, b, bound in (
-        ("output", found.output, exact.output, 5e-4 if hard else 1e-4),
+        ("output", found.output, exact.output, 2.5e-8 * length if hard else 1e-4),
         ("variance", found.variance, exact.variance, 1e-4),
-        ("mean", found.state.mean, exact.state.mean, 5e-3 if hard else 2e-4),
+        ("mean", found.state.mean, exact.state.mean, 2.5e-7 * length if hard else 2e-4),
         ("covariance", found.state.covariance, exact.state.covariance, 1e-4),
     ):
-        assert (a.double() - b).abs().max() <= bound * b.abs().max(), name
+        error = ((a.double() - b).abs().max() / b.abs().max()).item()
+        assert error <= bound, f"{name}: {error:.1e}"
     covariance = found.state.covariance
     assert torch.equal(covariance, covariance.mT)
     assert torch.linalg.eigvalsh(covariance.double()).min() > 0
