@@ -24,8 +24,15 @@ KINDS = {
         "bayesian", {"rotation": True, "decay": "key", "conv_size": None, "key_size": 4}
     ),
 }  # fmt: skip
-BACKENDS = {op: tuple(entries) for op, entries in dispatch.BACKENDS.items()}
-CELLS = [(kind, backend) for kind, (name, _) in KINDS.items() for backend in BACKENDS[MIXERS[name].operator]]
+
+
+def cells(device):
+    """Every kind with each of the backends made for a type of device."""
+    operators = [(kind, MIXERS[name].operator) for kind, (name, _) in KINDS.items()]
+    return [(kind, backend) for kind, op in operators for backend in dispatch.on_device(op, device)]
+
+
+CELLS = cells("cpu")
 
 
 def make(kind, backend="auto", dtype=torch.float64, **options):

@@ -6,7 +6,9 @@ import itertools
 import pytest
 import torch
 
-from .mixers import CELLS, KINDS, TOLERANCE, close, cut, flat, gradients, inputs, make, masks, rebuilt, trained
+from metaplastic.ops import dispatch
+
+from .mixers import KINDS, TOLERANCE, cells, close, cut, flat, gradients, inputs, make, masks, rebuilt, trained
 from .test_guarantees import oracle
 
 pytestmark = [
@@ -14,7 +16,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*slow 'chunked' backend"),
     pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores"),  # advice; these tests want float32
 ]
-ON_GPU = [c for c in CELLS if c[1] != "cpu"]
+ON_GPU = cells("cuda")
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -22,6 +24,8 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 @pytest.mark.parametrize(("kind", "backend"), ON_GPU)
 @pytest.mark.parametrize("padding", ["none", "left", "right", "interior"])
 def test_padding_and_cuts(kind, backend, dtype, padding):
+    if (reason := dispatch.reason_against(make(kind).operator, backend, "cuda", dtype)) is not None:
+        pytest.skip(reason)
     layer = make(kind, backend, dtype)
     exact = copy.deepcopy(layer).double()
     exact.backend = "reference"
@@ -63,6 +67,8 @@ def test_padding_and_cuts(kind, backend, dtype, padding):
 
 @pytest.mark.parametrize(("kind", "backend"), ON_GPU)
 def test_packed_equals_a_loop(kind, backend):
+    if (reason := dispatch.reason_against(make(kind).operator, backend, "cuda", torch.float64)) is not None:
+        pytest.skip(reason)
     layer, offsets = make(kind, backend).cuda(), [0, 0, 1, 3, 90, 90, 160]
     x = inputs(1, 170).cuda().requires_grad_()
     y, state = layer(x, cu_seqlens=torch.tensor(offsets, device="cuda"))

@@ -9,7 +9,7 @@ from metaplastic.ops import accuracy, debug_checks, dispatch
 from metaplastic.ops.accuracy import Case
 
 pytestmark = pytest.mark.gpu
-PAIRS = [(op, backend) for op, entries in dispatch.BACKENDS.items() for backend in entries]
+PAIRS = [(op, backend) for op in dispatch.BACKENDS for backend in dispatch.on_device(op, "cuda")]
 CASES = (
     *accuracy.CASES,
     Case(length=0),

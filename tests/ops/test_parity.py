@@ -9,7 +9,7 @@ from metaplastic.ops import accuracy, chunks, dispatch
 from metaplastic.ops.accuracy import Case
 
 PACKED = (0, 0, 1, 40, 40, 84)
-PAIRS = [(op, backend) for op, entries in dispatch.BACKENDS.items() for backend in entries if backend != "reference"]
+PAIRS = [(op, b) for op in dispatch.BACKENDS for b in dispatch.on_device(op, "cpu") if b != "reference"]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 

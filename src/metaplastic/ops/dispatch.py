@@ -27,9 +27,12 @@ class Backend(NamedTuple):
     devices: tuple[str, ...]  # device types; empty: any
     requires: str | None  # package that must be importable
     slow: bool  # "auto" warns when it has to fall back to this on a device
+    dtypes: tuple[torch.dtype, ...] = ()  # of q; empty: any
 
 
-# In order of preference: "auto" takes the first that fits.
+_HALF = (torch.bfloat16, torch.float16)
+
+# In order of preference: "auto" takes the first that fits ("fla", behind one that always does, is taken by name only).
 BACKENDS: dict[str, dict[str, Backend]] = {
     "palimpsa": {
         "cpu": Backend("metaplastic.ops.palimpsa.cpu:apply", ("cpu",), "numba", False),
@@ -39,10 +42,12 @@ BACKENDS: dict[str, dict[str, Backend]] = {
     "additive": {
         "chunked": Backend("metaplastic.ops.additive.chunked:apply", (), None, False),
         "reference": Backend("metaplastic.ops.additive.reference:apply", (), None, True),
+        "fla": Backend("metaplastic.ops.fla:additive", ("cuda",), "fla", False, _HALF),
     },
     "delta": {
         "chunked": Backend("metaplastic.ops.delta.chunked:apply", (), None, False),
         "reference": Backend("metaplastic.ops.delta.reference:apply", (), None, True),
+        "fla": Backend("metaplastic.ops.fla:delta", ("cuda",), "fla", False, _HALF),
     },
     "bayesian": {
         "chunked": Backend("metaplastic.ops.bayesian.chunked:apply", (), None, False),
@@ -115,11 +120,19 @@ def block_list_ignored() -> Iterator[None]:
         _forget()
 
 
+def on_device(op: str, device: str) -> list[str]:
+    """The backends made for this type of device, whether or not they can run here."""
+    return [name for name, entry in BACKENDS[op].items() if not entry.devices or device in entry.devices]
+
+
 def reason_against(op: str, backend: str, device: str, dtype: torch.dtype) -> str | None:
     """Why ``backend`` cannot run here, or None if it can."""
     entry = BACKENDS[op][backend]
     if entry.devices and device not in entry.devices:
         return f"runs on {', '.join(entry.devices)} tensors, not on {device}"
+    if entry.dtypes and dtype not in entry.dtypes:
+        names = ", ".join(str(d).removeprefix("torch.") for d in entry.dtypes)
+        return f"takes {names}, not {str(dtype).removeprefix('torch.')}"
     if entry.requires and importlib.util.find_spec(entry.requires) is None:
         return f"needs the package {entry.requires}, which is not installed"
     if configuration(op, backend, device, dtype) in _blocked():
