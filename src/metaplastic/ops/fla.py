@@ -5,8 +5,9 @@ call leaves the graph of torch.compile. Decays below exp(-20) = 2e-9 are taken a
 its sums of log decays, whose differences it takes, stay small enough for float32.
 """
 
+import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -21,8 +22,8 @@ Optional = Tensor | None
 
 def additive(q, k, v, g, mean: Optional, cu_seqlens: Optional, scale: float) -> tuple[Tensor, Tensor]:
     """Simple GLA, or GLA if the decay is per key."""
-    from fla.ops.gla import chunk_gla
-    from fla.ops.simple_gla import chunk_simple_gla
+    from fla.ops.gla import chunk_gla  # pyright: ignore[reportMissingImports]
+    from fla.ops.simple_gla import chunk_simple_gla  # pyright: ignore[reportMissingImports]
 
     check_additive(g, _tokens("additive", cu_seqlens, q))
     run = chunk_gla if g.dim() == 4 else chunk_simple_gla
@@ -33,12 +34,28 @@ def additive(q, k, v, g, mean: Optional, cu_seqlens: Optional, scale: float) -> 
 
 def delta(q, k, v, beta, g, mean: Optional, cu_seqlens: Optional, scale: float) -> tuple[Tensor, Tensor]:
     """The gated delta rule, or KDA if the decay is per key."""
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-    from fla.ops.kda import chunk_kda
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # pyright: ignore[reportMissingImports]
+    from fla.ops.kda import chunk_kda  # pyright: ignore[reportMissingImports]
 
     check_delta(beta, g, _tokens("delta", cu_seqlens, q))
     run = chunk_kda if g.dim() == 4 else chunk_gated_delta_rule
     return _run("delta", run, {"q": q, "k": k, "v": v, "beta": beta, "g": g}, mean, cu_seqlens, scale)
+
+
+@contextlib.contextmanager
+def unchecked() -> Iterator[str]:
+    """For timings alone: runs backward passes that flash-linear-attention refuses here, since Triton miscompiles them.
+
+    Gives the reason why no gradient made within may be used; empty if there is none.
+    """
+    from fla.ops.common import chunk_o  # pyright: ignore[reportMissingImports]
+
+    before, chunk_o.TRITON_ABOVE_3_7_1 = chunk_o.TRITON_ABOVE_3_7_1, True
+    try:
+        refused = chunk_o.IS_NVIDIA_HOPPER and chunk_o.TRITON_ABOVE_3_4_0 and not before
+        yield "this version of Triton miscompiles its backward" if refused else ""
+    finally:
+        chunk_o.TRITON_ABOVE_3_7_1 = before
 
 
 def _tokens(op: str, cu_seqlens: Optional, q: Tensor) -> int | None:
