@@ -382,11 +382,14 @@ def test_size_with_groups(command):
     assert code == 2 and "groups is for mixers whose heads share keys" in one_line(err)
 
 
-@pytest.mark.parametrize("verb", [("study", "forgetting"), ("study", "correlation"), ("bench", "ops"), ("demo",)])
+STUDIES = ("forgetting", "correlation", "collision")
+
+
+@pytest.mark.parametrize("verb", [*(("study", name) for name in STUDIES), ("bench", "ops"), ("demo",)])
 def test_a_bad_output_is_found_before_anything_is_computed(command, tmp_path, monkeypatch, verb):
-    monkeypatch.setattr("metaplastic.evaluation.forgetting.run_forgetting", None)
-    monkeypatch.setattr("metaplastic.evaluation.correlation.run_correlation", None)
-    monkeypatch.setattr("metaplastic.evaluation.speed.bench_palimpsa_cpu", None)
+    for name in STUDIES:
+        monkeypatch.setattr(f"metaplastic.evaluation.{name}.run_{name}", None)
+    monkeypatch.setattr("metaplastic.evaluation.speed.OPERATORS", None)
     monkeypatch.setattr("metaplastic.recipes.demo.run_demo", None)
     file = an_empty_file(tmp_path)
     code, out, err = command(*verb, "-o", file)

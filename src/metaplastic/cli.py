@@ -5,6 +5,8 @@ import os
 import sys
 import warnings
 from collections import Counter
+from functools import partial
+from importlib import import_module
 from inspect import signature
 from pathlib import Path
 from typing import Annotated, Any
@@ -176,7 +178,7 @@ def inspect(
 ) -> None:
     """How sure each memory grows on a text, how long it lasts, and how near each head is to Mamba2's rule."""
     _quiet_transformers()
-    from .inspection import LEGEND, SUMMARY, inspect_text, summary_row
+    from .inspection import SUMMARY, inspect_text, legend, summary_row
     from .training.saved import find_model, load_model, load_tokenizer
 
     source = text if file is None else file
@@ -193,7 +195,7 @@ def inspect(
     for layer in layers:
         table.add_row(*(number(cell) for cell in summary_row(layer)))
     console.print(table)
-    console.print(LEGEND, markup=False, highlight=False)
+    console.print(legend(layers), markup=False, highlight=False)
     console.print(f"results: {output / 'results.json'}\nopen in a browser: {page}")
 
 
@@ -274,15 +276,17 @@ def bench_ops(
     output: Output = Path("runs/bench-ops"),
     decode: Annotated[bool, typer.Option(help="Also time a decode step of a 170M model (needs 2 GB).")] = True,
 ) -> None:
-    """The Palimpsa CPU kernel against the token loop, and a 170M decode step against the additive rule."""
+    """The operators against their token loops, and a 170M decode step against the additive rule."""
     make_folder(output)
     _quiet_transformers()
     from . import results
     from .evaluation import speed
 
-    with console.status("timing the operators"):
-        measured = {"palimpsa_cpu": speed.bench_palimpsa_cpu()}
-    print_table("ops.palimpsa", *speed.palimpsa_rows(measured["palimpsa_cpu"]))
+    measured = {}
+    for name, measure in speed.OPERATORS.items():
+        with console.status(f"timing {name}"):
+            measured[name] = measure()
+        print_table(name, *speed.operator_rows(measured[name]))
     if decode:
         with console.status("timing a decode step of the 170M model"):
             measured["decode"] = speed.bench_decode()
@@ -291,26 +295,33 @@ def bench_ops(
     console.print(f"results: {path}")
 
 
-@study.command("forgetting")
-def study_forgetting(
-    output: Output = Path("runs/study-forgetting"),
-    quick: Annotated[bool, typer.Option(help="Small, to see that it runs.")] = False,
-) -> None:
-    """How far is geometric forgetting from the sliding window it stands for, and which is better where?"""
-    from .evaluation.forgetting import ForgettingStudy, run_forgetting
-
-    _study(run_forgetting, ForgettingStudy.quick() if quick else ForgettingStudy(), output)
+STUDIES = {  # NAME: module evaluation.NAME has NameStudy and run_NAME
+    "forgetting": "How far is geometric forgetting from the sliding window it stands for, and which is better where?",
+    "correlation": "What Palimpsa loses as keys grow correlated: against the exact posterior, mean-field and the "
+    "additive rule.",
+    "collision": "Two similar keys collide: which memories keep the rarer one, and does the keys' basis matter?",
+}
 
 
-@study.command("correlation")
-def study_correlation(
-    output: Output = Path("runs/study-correlation"),
-    quick: Annotated[bool, typer.Option(help="Small, to see that it runs.")] = False,
-) -> None:
-    """What Palimpsa loses as keys grow correlated: against the exact posterior, mean-field and the additive rule."""
-    from .evaluation.correlation import CorrelationStudy, run_correlation
+def _add_study(name: str, question: str) -> None:
+    @study.command(name, help=question)
+    def run(
+        output: Output = Path(f"runs/study-{name}"),
+        quick: Annotated[bool, typer.Option(help="Small, to see that it runs.")] = False,
+    ) -> None:
+        make_folder(output)
+        from rich.progress import track
 
-    _study(run_correlation, CorrelationStudy.quick() if quick else CorrelationStudy(), output)
+        module, stderr = import_module(f"{__package__}.evaluation.{name}"), Console(stderr=True)
+        settings = getattr(module, f"{name.title()}Study")
+        run_study = partial(getattr(module, f"run_{name}"), settings.quick() if quick else settings(), output)
+        result, page = run_study(track=lambda parts: track(parts, "studying", console=stderr))
+        print_table(result["name"], *((k, number(v)) for k, v in result["measurements"]["summary"].items()))
+        console.print(f"results: {output / 'results.json'}\nopen in a browser: {page}")
+
+
+for each in STUDIES.items():
+    _add_study(*each)
 
 
 @app.command()
@@ -326,16 +337,6 @@ def demo(
     config = DemoConfig.quick() if quick else DemoConfig()
     result, page = run_demo(config, output, say=lambda line: console.print(line, markup=False, highlight=False))
     print_table("Demo", *((k, number(v)) for k, v in result["measurements"]["summary"].items()))
-    console.print(f"results: {output / 'results.json'}\nopen in a browser: {page}")
-
-
-def _study(run: Any, settings: Any, output: Path) -> None:
-    make_folder(output)
-    from rich.progress import track
-
-    stderr = Console(stderr=True)
-    result, page = run(settings, output, track=lambda parts: track(parts, "studying", console=stderr))
-    print_table(result["name"], *((k, number(v)) for k, v in result["measurements"]["summary"].items()))
     console.print(f"results: {output / 'results.json'}\nopen in a browser: {page}")
 
 

@@ -16,4 +16,4 @@ def test_runs(block, capsys):
 
 
 def test_there_are_some():
-    assert len(BLOCKS) == 2
+    assert len(BLOCKS) == 3

@@ -4,64 +4,19 @@ import copy
 import itertools
 import math
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from metaplastic import inspection, ops, rules
 from metaplastic.layers import MIXERS, plasticity
-from metaplastic.layers.mixer import AdditiveGates, MixerState
-from metaplastic.models import MetaplasticConfig, MetaplasticForCausalLM, fork_cache
+from metaplastic.layers.mixer import AdditiveGates
+from metaplastic.models import fork_cache
 from metaplastic.rules import AdditiveState, PalimpsaState
 
-PRECISE = [name for name, kind in MIXERS.items() if kind.memory_type is PalimpsaState]
+from .watching import PRECISE, arguments, build, catch, quartiles, spans, tokens
+
 ADDITIVE = [name for name, kind in MIXERS.items() if kind.memory_type is AdditiveState]
-
-
-def build(*names, dtype=torch.float64):
-    torch.manual_seed(0)
-    options = {name: {"num_heads": 3, "key_size": 4, "value_size": 6} for name in set(names)}
-    config = MetaplasticConfig(
-        vocab_size=20, hidden_size=12, num_hidden_layers=len(names), mixers=list(names), mixer_options=options,
-        initializer_range=0.3,
-    )  # fmt: skip
-    model = MetaplasticForCausalLM(config).to(dtype)
-    if set(names) & set(PRECISE):
-        plasticity.draw_plasticity(model, -2, 3)
-    for block in model.model.layers:  # a prior of its own for every head
-        if hasattr(block.mixer, "prior_log"):
-            block.mixer.prior_log.copy_(torch.tensor([-1.0, 0.0, 2.0]))
-    return model
-
-
-def tokens(*shape):
-    return torch.randint(20, shape, generator=torch.Generator().manual_seed(2))
-
-
-def catch(model, run):
-    """The arguments of every mixer's call, by another way than the code under test: a wrapped forward."""
-    calls = {}
-    originals = {}
-    for name, module in model.named_modules():
-        if isinstance(module, tuple(MIXERS.values())):
-
-            def forward(*args, _name=name, _module=module, **kwargs):
-                x, state = (*args, None)[:2]
-                kept = None
-                if state is not None:
-                    memory = type(state.memory)(*(s.detach().clone() for s in state.memory))
-                    kept = MixerState(state.convolution.detach().clone(), memory)
-                calls.setdefault(_name, []).append((_module, x, kept, dict(kwargs)))
-                return originals[_name](*args, **kwargs)
-
-            originals[name], module.forward = module.forward, forward
-    with torch.no_grad():
-        run()
-    for name, module in model.named_modules():
-        if name in originals:
-            del module.forward
-    return calls
 
 
 def brute_force(calls):
@@ -71,26 +26,17 @@ def brute_force(calls):
         with torch.no_grad():
             gates = mixer.gates(x, state, **kwargs)
         gates = type(gates)(*(z.double() for z in gates))
-        mask, offsets = kwargs.get("mask"), kwargs.get("cu_seqlens")
-        if offsets is None:
-            spans = [(b, 0, x.shape[1], b) for b in range(x.shape[0])]
-        else:
-            spans = [(0, int(offsets[n]), int(offsets[n + 1]), n) for n in range(len(offsets) - 1)]
-        for b, start, end, n in spans:
+        for b, start, end, n in spans(x, kwargs):
             k, w, beta, g = (z[b] for z in gates[1:5])
             memory = rules.palimpsa.init_state(1, *w.shape[1:], k.shape[-1], dtype=torch.float64)
             if state is not None:
                 memory = PalimpsaState(*(s[n : n + 1].double() for s in state.memory))
             for t in range(start, end):
                 memory = rules.palimpsa.step(memory, k[t][None], w[t][None], beta[t][None], g[t][None])
-                if mask is None or mask[b, t]:
+                if kwargs.get("mask") is None or kwargs["mask"][b, t]:
                     excess.append(memory.excess_precision[0])
                     windows.append(1 / (1 - g[t].exp()))
     return torch.stack(excess), torch.stack(windows), gates.prior
-
-
-def quartiles(x):
-    return [torch.from_numpy(np.quantile(x.numpy(), p, axis=0, method="inverted_cdf")) for p in (0.25, 0.5, 0.75, 1.0)]
 
 
 def check(layer, calls, tolerance=1e-9):
@@ -106,15 +52,6 @@ def check(layer, calls, tolerance=1e-9):
     for found, expected in ((layer.ratio, (high - low) / low), (layer.window, windows)):
         for a, b in zip(found, quartiles(expected), strict=True):
             torch.testing.assert_close(a, b, **close)
-
-
-def arguments(case):
-    if case == "padded":
-        rows = ["0" * 70 + "1" * 80, "1" * 150, "110" * 50, "0" * 149 + "1"]
-        return {"input_ids": tokens(4, 150), "attention_mask": torch.tensor([[int(c) for c in r] for r in rows])}
-    if case == "packed":  # an empty sequence, one of one token, a tail that does not count
-        return {"input_ids": tokens(1, 200), "cu_seqlens": torch.tensor([0, 90, 90, 91, 180], dtype=torch.int32)}
-    return {"input_ids": tokens(2, 150)}
 
 
 @pytest.mark.parametrize("name", PRECISE)
@@ -141,11 +78,11 @@ def test_equals_brute_force(name, case):
 @pytest.mark.parametrize("name", PRECISE)
 def test_small_pieces_of_the_same_text(name, monkeypatch):
     """Any chunking, any split through a cache and generation see what one call sees."""
-    from metaplastic.inspection import replay
+    from metaplastic.inspection import kinds
 
     model, ids = build(name), tokens(2, 40)
     (whole,) = inspection.mamba2_limit(model, ids)
-    monkeypatch.setattr(replay, "chunk_size", lambda elements, device: 7)
+    monkeypatch.setattr(kinds, "chunk_size", lambda elements, device: 7)
     (chunked,) = inspection.mamba2_limit(model, ids)
     cache = None
     with torch.no_grad(), inspection.watch(model) as memory:

@@ -19,7 +19,7 @@ def test_the_code_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     blocks = re.findall(r"```python\n(.*?)```", PAGE, re.S)
-    assert len(blocks) == 9
+    assert len(blocks) == 11
     names = {}
     for block in blocks:
         exec(block, names)

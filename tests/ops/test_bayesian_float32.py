@@ -1,4 +1,4 @@
-"""float32 against float64 over 20,000 tokens (100,000 with -m slow) of ops.bayesian, for every kind of key and noise."""
+"""float32 against float64 over 20,000 tokens (100,000 with -m slow) of ops.bayesian, every kind of key and noise."""
 
 import pytest
 import torch

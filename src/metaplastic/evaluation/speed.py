@@ -1,14 +1,16 @@
 """``metaplastic bench ops``: the operators and a decode step, side by side in one run.
 
 Times are medians over repetitions after a warm-up, taken alternately so that a slow spell of the machine hits all
-sides. Memory is the growth of the process's peak resident set while the operator runs, its inputs, outputs and
-gradients (which any implementation needs) subtracted.
+sides. Memory is the growth of the process's peak resident set while the operator runs, its outputs and the gradients
+(which any implementation needs) subtracted.
 """
 
+import ctypes
 import statistics
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,91 +29,113 @@ PALIMPSA_D_170M: dict[str, Any] = {
 }
 
 
-def palimpsa_inputs(
-    batch: int, length: int, heads: int, key: int, value: int, dtype=torch.float32
-) -> list[torch.Tensor]:
-    """Random q, k, w, beta, g, prior of a plausible layer, requiring gradients."""
+def operator_inputs(
+    op: str, batch: int, length: int, heads: int, key_size: int, value_size: int
+) -> dict[str, torch.Tensor]:
+    """Random arguments of ``ops.<op>`` as a plausible layer gives them, float32, requiring gradients."""
     source = torch.Generator().manual_seed(0)
 
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=source)
+    def draw(*sizes: int) -> torch.Tensor:
+        return torch.randn(batch, length, heads, *sizes, generator=source)
 
-    q, k = (torch.nn.functional.normalize(draw(batch, length, heads, key), dim=-1) for _ in range(2))
-    w, beta = draw(batch, length, heads, value), draw(batch, length, heads, value).sigmoid()
-    g = -0.1 * draw(batch, length, heads).sigmoid()
-    return [x.to(dtype).requires_grad_() for x in (q, k, w, beta)] + [
-        g.requires_grad_(),
-        torch.ones(heads).requires_grad_(),
-    ]
+    q, k = (torch.nn.functional.normalize(draw(key_size), dim=-1) for _ in range(2))
+    written, g = draw(value_size), -0.1 * draw().sigmoid()
+    own = {
+        "palimpsa": {"w": written, "beta": draw(value_size).sigmoid(), "prior": torch.ones(heads)},
+        "delta": {"v": written, "beta": draw().sigmoid()},
+        "bayesian": {
+            "v": written,
+            "process_noise": -torch.expm1(2 * g),  # coupled to the decay: the covariance stays below the identity
+            "observation_noise": 0.5 + draw().sigmoid(),
+            "prior_variance": torch.ones(heads),
+        },
+    }
+    return {name: x.requires_grad_() for name, x in ({"q": q, "k": k, "g": g} | own[op]).items()}
 
 
-def medians(sides: dict[str, Callable[[], Any]], repetitions: int) -> dict[str, float]:
-    """Median seconds of each function, called in turn ``repetitions`` times after one warm-up call each."""
+def medians(sides: dict[str, Callable[[], Any]], repetitions: int, seldom: str = "") -> dict[str, float]:
+    """Median seconds of each function, called in turn ``repetitions`` times after one warm-up call each.
+
+    ``seldom`` is one that takes the first and then every third turn only.
+    """
     times: dict[str, list[float]] = {name: [] for name in sides}
     for run in sides.values():
         run()
-    for _ in range(repetitions):
+    for turn in range(repetitions):
         for name, run in sides.items():
+            if name == seldom and turn % 3:
+                continue
             began = time.perf_counter()
             run()
             times[name].append(time.perf_counter() - began)
     return {name: statistics.median(t) for name, t in times.items()}
 
 
-def bench_palimpsa_cpu(
-    batch: int = 4, length: int = 1024, heads: int = 4, key: int = 32, value: int = 64, repetitions: int = 9
-) -> dict[str, Any]:
-    """The fused CPU kernel and the chunked backend against the token loop under autograd, same inputs, same run."""
-    inputs = palimpsa_inputs(batch, length, heads, key, value)
-    weights = torch.randn(batch, length, heads, value, generator=torch.Generator().manual_seed(1))
+def bench_operator(op: str, backends: tuple[str, ...], *, repetitions: int = 9, **shape: int) -> dict[str, Any]:
+    """Backends of ``ops.<op>`` on the CPU against its token loop under autograd: same inputs, same run.
+
+    The token loop takes every third turn: long, and what it frees slows whoever is next, which a median forgives.
+    The memory is that of the first backend and of the token loop, forward and backward, beyond the floor: the outputs,
+    the loss's product with them and the gradients of both and of the inputs.
+    """
+    inputs = operator_inputs(op, **shape)
+    written = inputs["w" if op == "palimpsa" else "v"]
+    weights = torch.randn(written.shape, generator=torch.Generator().manual_seed(1))
+    operator = getattr(ops, op)
 
     def forward(backend: str) -> Callable[[], Any]:
-        return lambda: ops.palimpsa(*inputs, backend=backend).output
+        return lambda: operator(**inputs, backend=backend).output
 
     def both(backend: str) -> Callable[[], Any]:
-        return lambda: torch.autograd.grad((ops.palimpsa(*inputs, backend=backend).output * weights).sum(), inputs)
+        return lambda: torch.autograd.grad((forward(backend)() * weights).sum(), list(inputs.values()))
 
-    names = ("cpu", "chunked")
-    forward_times = medians({n: forward(n) for n in names}, repetitions)
-    both_times = medians({n: both(n) for n in names}, repetitions)
-    few = max(1, repetitions // 3)
-    reference_forward = medians({"reference": forward("reference")}, few)["reference"]
-    reference_both = medians({"reference": both("reference")}, few)["reference"]
-    unavoidable = sum(x.numel() for x in (*inputs, *inputs, weights, weights, weights)) * 4
-    return {
-        "shape": {"batch": batch, "length": length, "heads": heads, "key_size": key, "value_size": value},
-        "threads": torch.get_num_threads(),
-        "reference_forward_ms": reference_forward * 1e3,
-        "reference_forward_backward_ms": reference_both * 1e3,
-        **{f"{n}_forward_ms": forward_times[n] * 1e3 for n in names},
-        **{f"{n}_forward_backward_ms": both_times[n] * 1e3 for n in names},
-        "cpu_forward_speedup": reference_forward / forward_times["cpu"],
-        "cpu_forward_backward_speedup": reference_both / both_times["cpu"],
-        "cpu_extra_peak_memory_mb": max(0.0, peak_growth(both("cpu")) - unavoidable) / 2**20,
+    sides = (*backends, "reference")
+    took = {
+        "forward": medians({n: forward(n) for n in sides}, repetitions, seldom="reference"),
+        "forward_backward": medians({n: both(n) for n in sides}, repetitions, seldom="reference"),
     }
+    floor = sum(x.numel() for x in (*inputs.values(), weights, weights, weights)) * 4
+    found: dict[str, Any] = {"operator": op, "shape": shape, "threads": torch.get_num_threads()}
+    for part, seconds in took.items():
+        found |= {f"{n}_{part}_ms": s * 1e3 for n, s in seconds.items()}
+        found |= {f"{n}_{part}_speedup": seconds["reference"] / seconds[n] for n in backends}
+    found["memory_floor_mb"] = floor / 2**20
+    for n in (backends[0], "reference"):
+        found[f"{n}_extra_peak_memory_mb"] = max(0.0, peak_growth(both(n)) - floor) / 2**20
+    return found
 
 
-def palimpsa_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
-    """What :func:`bench_palimpsa_cpu` measured, as a person reads it."""
+bench_palimpsa_cpu = partial(
+    bench_operator, "palimpsa", ("cpu", "chunked"), batch=4, length=1024, heads=4, key_size=32, value_size=64
+)
+_square = {"batch": 2, "length": 1024, "heads": 4, "key_size": 64, "value_size": 64}
+OPERATORS: dict[str, Callable[..., dict[str, Any]]] = {
+    "palimpsa_cpu": bench_palimpsa_cpu,
+    "bayesian_cpu": partial(bench_operator, "bayesian", ("chunked",), **_square),
+    "delta_cpu": partial(bench_operator, "delta", ("chunked",), **_square),
+}
+
+
+def operator_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """What :func:`bench_operator` measured, as a person reads it."""
     sizes = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in found["shape"].items())
     rows = [("shape", sizes), ("threads", str(found["threads"]))]
     names = {"reference": "token loop", "chunked": "chunked", "cpu": "CPU kernel"}
     for part, shown in {"forward": "forward", "forward_backward": "forward and backward"}.items():
         loop = found[f"reference_{part}_ms"]
         for side, name in names.items():
-            took = found[f"{side}_{part}_ms"]
+            if (took := found.get(f"{side}_{part}_ms")) is None:
+                continue
             row = f"{took:,.4g} ms"
             if side != "reference":
                 row += f", {loop / took:,.3g} times the token loop's speed"
                 row += " (slower: on a CPU chunks save memory, not time)" if side == "chunked" and took > loop else ""
             rows.append((f"{shown}: {name}", row))
-    return [
-        *rows,
-        (
-            "CPU kernel, extra peak memory",
-            f"{found['cpu_extra_peak_memory_mb']:,.3g} MiB beyond inputs, outputs, gradients",
-        ),
-    ]
+    beyond = f"MiB beyond the {found['memory_floor_mb']:,.4g} MiB of outputs and gradients"
+    for side, name in names.items():
+        if (memory := found.get(f"{side}_extra_peak_memory_mb")) is not None:
+            rows.append((f"{name}, extra peak memory", f"{memory:,.4g} {beyond}"))
+    return rows
 
 
 def decode_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
@@ -164,6 +188,9 @@ def peak_growth(run: Callable[[], Any]) -> float:
         return 0.0
     page = 4096
     run()
+    # What the warm-up freed must not be lying ready, or the growth would not show.
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)
     peak, done = 0, threading.Event()
 
     def resident() -> int:

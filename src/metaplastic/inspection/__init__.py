@@ -1,12 +1,12 @@
 """Looking at memory: recomputed from ``mixer.gates``, never by flags inside the layers. See ``docs/inspection.md``."""
 
+from .kinds import Spread
 from .limit import mamba2_limit
-from .page import CAPTION, LEGEND, SUMMARY, as_dict, figure, inspect_text, summary_row
-from .replay import LayerMemory, Spread, Watch, watch
+from .page import CAPTION, SUMMARY, as_dict, figure, inspect_text, legend, summary_row
+from .replay import LayerMemory, Watch, watch
 
 __all__ = [
     "CAPTION",
-    "LEGEND",
     "SUMMARY",
     "LayerMemory",
     "Spread",
@@ -14,6 +14,7 @@ __all__ = [
     "as_dict",
     "figure",
     "inspect_text",
+    "legend",
     "mamba2_limit",
     "summary_row",
     "watch",

@@ -20,10 +20,11 @@ def mamba2_limit(
     cache: DynamicCache | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[LayerMemory, ...]:
-    """The limit |I - prior| / prior, the metaplasticity ratio and the memory window of every mixer, per head.
+    """What the memory of every mixer does with these tokens, per head: of Palimpsa the limit |I - prior| / prior, the
+    metaplasticity ratio and the window; of other kinds what ``metaplastic.inspection.kinds`` says.
 
     A head is in Mamba2's limit where ``limit`` is far below 1: its answers then differ from those of the additive rule
-    by at most that fraction of each of their terms (``metaplastic.inspection.watch`` has the equations).
+    by at most that fraction of each of their terms (``metaplastic.inspection.kinds`` has the equations).
 
     Args:
         model: a language model of ours, also inside others (PEFT, a wrapper); or any module that takes these arguments

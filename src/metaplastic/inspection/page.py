@@ -13,20 +13,18 @@ from transformers import PreTrainedTokenizerBase
 from .. import results
 from ..models import MetaplasticForCausalLM
 from ..report import Report
-from .replay import LayerMemory, Spread, watch
+from .kinds import MEASURES, WINDOW, Measure, Spread
+from .replay import LayerMemory, watch
 
 _PIECE = 2048  # tokens fed at once: activations stay small, the memory goes on through the cache
-SUMMARY = ("mixer", "kind", "limit", "ratio", "window")
-LEGEND = (
-    "limit: max |I - prior| / prior, least to largest head; far below 1 the memory is the additive rule (Mamba2).\n"
-    "ratio: (I_max - I_min) / I_min, how differently its elements resist change; median over tokens, then heads.\n"
-    "window: N = 1 / (1 - alpha), how many tokens it forgets over; median over tokens, then heads."
-)
+SUMMARY = ("mixer", "kind", "memory", "window")
 CAPTION = (
-    "Every head of every mixer. Left: how far its surest element is above the prior (0 on the scale: as much evidence "
-    "as the prior holds). Right: over how many tokens it forgets. Grey: no such quantity."
+    "Every head of every mixer (and group of one head after the other, where it has noise groups). The limit says how "
+    "far its surest element is above the prior (0 on the scale: as much evidence as the prior holds), the uncertainty "
+    "which share of its variance is left, gain and strength which share of an error one token corrects, the window "
+    "over how many tokens it forgets. Grey: no such quantity."
 )
-_LEAST = 1e-12  # what a limit of exactly 0 is drawn as
+_LEAST = 1e-12  # what exactly 0 is drawn as
 
 
 def inspect_text(
@@ -78,34 +76,43 @@ def as_dict(layer: LayerMemory) -> dict[str, Any]:
         if isinstance(value, Spread):
             return {name: plain(x) for name, x in value._asdict().items()}
         if isinstance(value, Tensor):
-            return [x if math.isfinite(x) else None for x in value.tolist()]
-        return value
+            return plain(value.tolist())
+        if isinstance(value, list):
+            return [plain(x) for x in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
 
-    return {name: plain(value) for name, value in layer._asdict().items()}
+    facts = {"name": layer.name, "kind": layer.kind, "tokens": layer.tokens, "note": layer.note}
+    return facts | {name: plain(layer.measures.get(name)) for name in MEASURES}
+
+
+def _part(layer: LayerMemory, measure: Measure, part: str) -> Tensor | None:
+    """``[H]`` or ``[H, G]``: a part of a measure's spread over tokens, or the measure itself."""
+    found = layer.measures.get(measure.name)
+    return found if found is None or isinstance(found, Tensor) else getattr(found, part)
 
 
 def figure(layers: Sequence[LayerMemory]) -> Any:
-    """A matplotlib figure: log10 of the limit and of the median window, layer by head; grey where there is none."""
+    """A matplotlib figure: log10 of what the memories of ``layers`` have, layer by head; grey where there is none."""
     from matplotlib.figure import Figure
 
-    panels = {
-        ("largest |I - prior| / prior", "log10 of the limit"): [m.limit for m in layers],
-        ("memory window N, median over tokens", "log10 of N in tokens"): [
-            None if m.window is None else m.window.median for m in layers
-        ],
-    }
-    drawing = Figure(figsize=(11, 1.6 + 0.3 * len(layers)), layout="constrained")
-    for axes, ((title, shown), rows) in zip(drawing.subplots(1, 2), panels.items(), strict=True):
-        axes.set(title=title, xlabel="head", ylabel="mixer", facecolor="#d8dee4")
+    panels = [m for m in MEASURES.values() if m.panel and (m == WINDOW or any(m in x.memory.measures for x in layers))]
+    lines, columns = -(-len(panels) // 2), min(2, len(panels))
+    drawing = Figure(figsize=(5.5 * columns, lines * (1.6 + 0.3 * len(layers))), layout="constrained")
+    places = drawing.subplots(lines, columns, squeeze=False).flatten()
+    for axes in places[len(panels) :]:
+        axes.remove()
+    for axes, measure in zip(places, panels, strict=False):
+        rows = [_part(m, measure, measure.drawn) for m in layers]
+        axes.set(title=measure.panel, xlabel="head", ylabel="mixer", facecolor="#d8dee4")
         axes.set_yticks(range(len(layers)), [f"{i}  {m.kind}" for i, m in enumerate(layers)])
-        heads = max((len(row) for row in rows if row is not None), default=1)
+        heads = max((row.numel() for row in rows if row is not None), default=1)
         grid = np.full((len(layers), heads), np.nan)
         for i, row in enumerate(rows):
             if row is not None:
-                grid[i, : len(row)] = row.clamp(min=_LEAST).log10().nan_to_num(posinf=math.nan)
+                grid[i, : row.numel()] = row.flatten().clamp(min=_LEAST).log10().nan_to_num(posinf=math.nan)
         axes.set_xticks(range(0, heads, max(1, heads // 8)))
         if np.isfinite(grid).any():
-            drawing.colorbar(axes.imshow(grid, aspect="auto", interpolation="nearest"), ax=axes, label=shown)
+            drawing.colorbar(axes.imshow(grid, aspect="auto", interpolation="nearest"), ax=axes, label=measure.scale)
         else:
             axes.imshow(grid, aspect="auto", vmin=0, vmax=1)
             axes.text(0.5, 0.5, "no such quantity", transform=axes.transAxes, ha="center", va="center")
@@ -116,35 +123,63 @@ def _write_page(layers: Sequence[LayerMemory], record: dict[str, Any], output: P
     settings = record["settings"]
     page = Report(f"Memory of {settings['model']}")
     of = "the whole text" if settings["whole_text"] else "the beginning of a longer text"
+    kinds = list(dict.fromkeys(m.memory for m in layers))
     page.text(
-        f"{settings['tokens']:,} tokens read: {of}. A head is in the additive (Mamba2) limit where "
-        "max |I - prior| / prior is far below 1: without metaplasticity, each term of its answers would differ by at "
-        "most that fraction. The ratio (I_max - I_min) / I_min says how differently its elements resist change; the "
-        "window N = 1 / (1 - alpha) is how many tokens it forgets over."
+        " ".join(
+            [
+                f"{settings['tokens']:,} tokens read: {of}.",
+                *(kind.about for kind in kinds if kind.about),
+                "The window N = 1 / (1 - alpha) is how many tokens it forgets over.",
+            ]
+        )
     )
     page.figure(figure(layers), CAPTION, save=output / "memory.png")
     page.heading("Mixers")
     page.table(SUMMARY, [summary_row(m) for m in layers])
-    for line in LEGEND.splitlines():
+    for line in legend(layers).splitlines():
         page.text(line)
     page.heading("Heads")
-    columns = ["mixer", "head", "limit, largest", "limit, median", "ratio, median", "ratio, largest"]
-    columns += ["window, lower quartile", "window, median", "window, upper quartile"]
-    page.table(columns, [row for m in layers for row in _head_rows(m)])
+    for kind in kinds:
+        titles = [title for m in kind.measures for title in m.columns.values()]
+        page.table(["mixer", "head", *titles], [row for m in layers if m.memory is kind for row in _head_rows(m)])
     page.facts(record)
     return page.write(output / "index.html")
 
 
+def legend(layers: Sequence[LayerMemory]) -> str:
+    """What the columns of ``SUMMARY`` mean for these memories, a line each."""
+    return "\n".join(m.legend for m in MEASURES.values() if m.legend and any(m in x.memory.measures for x in layers))
+
+
 def summary_row(layer: LayerMemory) -> list[Any]:
-    """The columns of ``SUMMARY``: the limit's range; medians over tokens, then heads; "" where there is none."""
-    limit = layer.note if layer.limit is None else f"{layer.limit.min():.3g} to {layer.limit.max():.3g}"
-    medians = [s and float(s.median.quantile(0.5, interpolation="lower")) for s in (layer.ratio, layer.window)]
-    return [layer.name, layer.kind, limit, *("" if m is None else m for m in medians)]
+    """The columns of ``SUMMARY``: a plain number's range over heads; medians over tokens, then heads; "" for none."""
+    told = [layer.note] if layer.note else []
+    for measure in layer.memory.measures:
+        found = layer.measures.get(measure.name)
+        if measure.brief and measure != WINDOW and found is not None:
+            words = measure.name.replace("_", " ")
+            told.append(f"{words} {_middle(found):.3g}" if isinstance(found, Spread) else f"{words} {_range(found)}")
+    return [layer.name, layer.kind, ", ".join(told), "" if layer.window is None else _middle(layer.window)]
+
+
+def _middle(x: Spread) -> float:
+    return float(x.median.quantile(0.5, interpolation="lower"))
+
+
+def _range(x: Tensor) -> str:
+    return f"{x.min():.3g} to {x.max():.3g}"
 
 
 def _head_rows(layer: LayerMemory) -> list[list[Any]]:
-    limit, median, ratio, window = layer.limit, layer.limit_median, layer.ratio, layer.window
-    columns = [limit, median, *((ratio.median, ratio.largest) if ratio else (None, None))]
-    columns += list(window[:3]) if window else [None] * 3
-    heads = max((len(c) for c in columns if c is not None), default=0)
-    return [[layer.name, h, *("" if c is None else float(c[h]) for c in columns)] for h in range(heads)]
+    """A row per head, of a head with noise groups one per group."""
+    columns = [_part(layer, m, part) for m in layer.memory.measures for part in m.columns]
+    shape = max((tuple(c.shape) for c in columns if c is not None), key=len, default=(0,))
+    wide = [c if c is None else c.view(*c.shape, *[1] * (len(shape) - c.dim())).expand(shape) for c in columns]
+    return [
+        [
+            layer.name,
+            at[0] if len(at) == 1 else ".".join(map(str, at)),
+            *("" if c is None else float(c[tuple(at)]) for c in wide),
+        ]
+        for at in torch.ones(shape).nonzero().tolist()
+    ]

@@ -201,7 +201,7 @@ def _report(config: DemoConfig, result: dict[str, Any], memory: tuple, output: P
     )
     report.figure(inspection.figure(memory), inspection.CAPTION, save=output / "memory.png")
     report.table(inspection.SUMMARY, [inspection.summary_row(layer) for layer in memory])
-    for line in inspection.LEGEND.splitlines():
+    for line in inspection.legend(memory).splitlines():
         report.text(line)
     report.heading("Generated text")
     written = measured["generation"]

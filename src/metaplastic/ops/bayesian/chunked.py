@@ -16,7 +16,7 @@ from .frame import Frame, Inputs
 Optional = Tensor | None
 
 
-class _Plan:
+class Plan:
     """How one call is cut: inputs in the compute dtype, chunks, groups, and room for what the backward needs."""
 
     def __init__(self, q, k, v, g, process_noise, observation_noise, rotation, cu_seqlens, scale):
@@ -77,7 +77,7 @@ def _filter(
     mean: Tensor, covariance: Tensor, cu_seqlens: Optional, scale: float, output_variance: bool, keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     with full_precision(q.device):
-        plan = _Plan(q, k, v, g, process_noise, observation_noise, rotation, cu_seqlens, scale)
+        plan = Plan(q, k, v, g, process_noise, observation_noise, rotation, cu_seqlens, scale)
         tokens = None if plan.offsets is None else int(plan.offsets[-1])
         check_values(g, process_noise, observation_noise, tokens)
         if q.shape[1] == 1 and plan.offsets is None and not keep:  # decoding: one step needs no chunk
@@ -118,7 +118,7 @@ def _padded(x: Tensor, size: int) -> Tensor:
     return F.pad(x, (0, size - x.shape[-1], 0, size - x.shape[-1]))
 
 
-def _room(plan: "_Plan", q: Tensor, v: Tensor, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _room(plan: Plan, q: Tensor, v: Tensor, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
     return _saved_shapes(
         q, v, plan.rows, plan.groups, plan.chunks.size if keep else 0, plan.offsets is not None, plan.dtype
     )
@@ -143,7 +143,7 @@ def _(q, k, v, g, process_noise, observation_noise, rotation, mean, covariance, 
     dtype = compute_dtype(q)
     groups = observation_noise.shape[3] if observation_noise.dim() == 4 else 1
     rows = mean.shape[0]
-    size = _Plan.size(rows, q.shape[2], q.shape[3], g.dim() == 4, q.device) if keep else 0
+    size = Plan.size(rows, q.shape[2], q.shape[3], g.dim() == 4, q.device) if keep else 0
     spread = q.new_empty(observation_noise.shape if variance else (0,), dtype=dtype)
     saved = _saved_shapes(q, v, rows, groups, size, cu_seqlens is not None, dtype)
     states = (x.new_empty(x.shape) for x in (mean, covariance))
@@ -159,7 +159,7 @@ def _adjoint(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     with full_precision(q.device):
         inputs = (q, k, v, g, process_noise, observation_noise, rotation)
-        plan = _Plan(*inputs, cu_seqlens, scale)
+        plan = Plan(*inputs, cu_seqlens, scale)
         start = [
             torch.zeros_like(x) if d is None else d.to(x.dtype)
             for x, d in zip((mean, covariance), (d_mean, d_covariance), strict=True)

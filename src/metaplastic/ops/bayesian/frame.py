@@ -79,18 +79,18 @@ class Frame:
     def gradients(self, chunk: Chunk, d: Gradients, d_mean: Tensor, d_covariance: Tensor) -> list[Any]:
         """From the chunk's gradients to those of :class:`Inputs`; what groups share is summed over them."""
         noise, given = self.step_noise, self.given
-        dq, dk, dv = d.q.sum(2, keepdim=True), (d.k * self.white).sum(2, keepdim=True), d.v * self.white
+        dq, dk, dv = _over_groups(d.q), _over_groups(d.k * self.white), d.v * self.white
         d_white = (d.k * self.unscaled).sum(-1, keepdim=True) + (d.v * given.v).sum(-1, keepdim=True)
-        d_gathered = d.noise.diagonal.sum(2, keepdim=True)
+        d_gathered = _over_groups(d.noise.diagonal)
         if self.noise.diagonal.shape[-1] == 1:
             d_gathered = d_gathered.sum(-1, keepdim=True)
         d_step, d_pair = self.decay.scattered(d_gathered), None
         # N_t = exp(2 g_t) N_{t-1} + noise_t
         d_decay = 2 * (self.noise.diagonal - noise.diagonal) * d_step
         if noise.pair is not None and self.noise.pair is not None and d.noise.pair is not None:
-            d_pair = self._pair_decay().scattered(d.noise.pair.sum(2, keepdim=True))
+            d_pair = self._pair_decay().scattered(_over_groups(d.noise.pair))
             d_decay = d_decay + ((self.noise.pair - noise.pair) * d_pair).repeat_interleave(2, -1)
-        log_decay = d.log_decay.sum(2, keepdim=True)
+        log_decay = _over_groups(d.log_decay)
         if not self.decay.per_key:
             log_decay, d_decay = log_decay.sum(-1, keepdim=True), d_decay.sum(-1, keepdim=True)
         d_rotation = None
@@ -101,7 +101,7 @@ class Frame:
                 d_angle = d_angle + d_noise
             mean, covariance = chunk.final()
             turned = (d_mean * _quarter(mean)).sum(-1) + 2 * (symmetric(d_covariance) * _quarter(covariance)).sum(-1)
-            at_end = turned.sum(2, keepdim=True).unflatten(-1, (-1, 2)).sum(-1)
+            at_end = _over_groups(turned).unflatten(-1, (-1, 2)).sum(-1)
             d_angle = torch.cat([d_angle[..., :-1, :], d_angle[..., -1:, :] + at_end[..., None, :]], -2)
             d_rotation = d_angle.flip(-2).cumsum(-2).flip(-2)
             dk, dq = (rotate(x[..., None], self.angle)[..., 0] for x in (dk, dq))
@@ -119,6 +119,10 @@ class Frame:
         d_half = (d[..., 1] - d[..., 0]) * (2 * self.angle).cos() + d_pair * (2 * self.angle).sin()
         d_mean = d.sum(-1)
         return d_angle, torch.stack([d_mean - d_half, d_mean + d_half], -1).flatten(-2) / 2
+
+
+def _over_groups(x: Tensor) -> Tensor:
+    return x if x.shape[2] == 1 else x.sum(2, keepdim=True)
 
 
 def _turn(d: Tensor, x: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """``ops.delta``: write residuals instead of values. Mathematics: :mod:`metaplastic.rules.delta`."""
 
+import torch
 from torch import Tensor
 
 from ...rules.delta import DeltaState
@@ -66,7 +67,8 @@ def delta(
     if backend != "reference":
         contract.refuse_forward_mode(op, q, k, v, beta, g, mean)
     run = dispatch.resolve(op, backend, q.device.type, q.dtype)
-    output, mean = run(q, k, v, beta, g, mean, cu_seqlens, float(scale))
+    keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, beta, g, mean))
+    output, mean, *_ = run(q, k, v, beta, g, mean, cu_seqlens, float(scale), keep)
     variance = None
     if output_variance:
         query = q.to(compute_dtype(q)) * scale

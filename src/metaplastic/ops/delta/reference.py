@@ -9,8 +9,8 @@ from ..contract import compute_dtype, read_offsets
 from . import check_values
 
 
-def apply(q, k, v, beta, g, mean, cu_seqlens, scale):
-    """Arguments and results as the op of :mod:`metaplastic.ops.delta.chunked`."""
+def apply(q, k, v, beta, g, mean, cu_seqlens, scale, keep=True):
+    """Arguments and first two results as the op of :mod:`metaplastic.ops.delta.chunked`; autograd keeps its own."""
     offsets = read_offsets("delta", cu_seqlens, q.shape[1])
     check_values(beta, g, None if offsets is None else int(offsets[-1]))
     dtype = compute_dtype(q)
