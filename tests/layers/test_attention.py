@@ -322,6 +322,23 @@ def test_autocast():
     assert (y.float() - layer(x)[0]).abs().max() < 0.1 * layer(x)[0].abs().max()
 
 
+def test_packed_training_makes_no_state():
+    """Which would hold as many slots for each of many short sequences as the longest needs."""
+    layer, x = attention(), inputs(1, 20)
+    y, state = layer(x, cu_seqlens=torch.tensor([0, 15, 16, 17, 20]), keep_state=False)
+    assert state is None
+    assert torch.equal(y, layer(x, cu_seqlens=torch.tensor([0, 15, 16, 17, 20]))[0])
+
+
+@pytest.mark.parametrize(("key_size", "value_size"), [(16, 32), (32, 16), (16, 16)])
+def test_memory_grows_with_the_length(key_size, value_size):
+    """Not with its square, also where K and V differ: PyTorch's kernel of linear memory is the one that runs."""
+    layer = attention(key_size=key_size, value_size=value_size, dtype=torch.float32)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, torch.no_grad():
+        layer(inputs(1, 256, dtype=torch.float32))
+    assert any("flash" in event.key for event in profile.key_averages())
+
+
 def test_bad_inputs():
     layer, x = attention(), inputs()
     state = layer(x)[1]
@@ -331,6 +348,17 @@ def test_bad_inputs():
         (lambda: layer(x, mask=torch.ones(2, 3, dtype=torch.bool)), ValueError, r"mask must be \[B, T\]"),
         (lambda: layer(x, memory), TypeError, "state must be a MixerState"),
         (lambda: layer(x, MixerState(state.convolution, (1, 2))), TypeError, "must be an AttentionState, got tuple"),
+        (
+            lambda: layer(x.masked_fill(x > 1, torch.nan)),
+            ValueError,
+            "Attention: q must be finite, got NaN or infinity",
+        ),
+        (
+            lambda: layer(x, MixerState(state.convolution, memory._replace(positions=memory.positions.bool()))),
+            TypeError,
+            "positions must be int64, got torch.bool",
+        ),
+        (lambda: attention(rotary_base=10**400), ValueError, "rotary_base must be"),
         (lambda: layer(x[:1], state), ValueError, r"keys: the state must be \[1, 11, 4, 4\], got \[2, 11, 4, 4\]"),
         (
             lambda: layer(x, MixerState(state.convolution, memory._replace(values=memory.values[:, 1:]))),

@@ -41,7 +41,51 @@ def test_half_precision_and_conversion(tmp_path):
     assert {x.dtype for x in states(wide) if x.is_floating_point()} == {torch.float64}
     model.double()(ids[:, 7:], cache=wide)
     narrow = load_cache(path, model.config, dtype=torch.float32)
-    assert {x.dtype for x in states(narrow)} == {torch.float32}
+    assert {x.dtype for x in states(narrow) if x.is_floating_point()} == {torch.float32}
+
+
+@torch.no_grad()
+def test_attention_of_another_window_or_base(tmp_path):
+    """Same sizes, other meaning: neither a file nor a living cache is taken."""
+
+    def attention(**options):
+        return make("attention", mixer_options={"attention": {"num_heads": 2} | options})
+
+    model, ids = attention(window=5), tokens()
+    cache = model(ids, use_cache=True).cache
+    path = save_cache(cache, tmp_path / "cache")
+    for other in ({"window": 8}, {}, {"window": 5, "rotary_base": None}):
+        with pytest.raises(ValueError, match=r"holds states of mixers .'attention \(window=5, rotary_base=10000.0\)'"):
+            load_cache(path, attention(**other).config)
+        with pytest.raises(ValueError, match=r"states of another model: of mixers .'attention \(window=5"):
+            attention(**other)(ids, cache=cache)
+    assert load_cache(path, attention(window=5).config)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("window", [None, 5])
+def test_slots_and_positions_are_checked(tmp_path, window):
+    model, ids = make("attention", mixer_options={"attention": {"num_heads": 2, "window": window}}), tokens()
+    cache = model(ids, attention_mask=left_padding(ids, 3, 0, 1), use_cache=True).cache
+    path = save_cache(cache, tmp_path / "cache")
+    load_cache(path, model.config)
+    tensors, broken = load_file(path), tmp_path / "broken"
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    positions = tensors["layers.1.positions"]
+    for change, message in (
+        ({"tokens_seen": "3"}, r"layers.0.keys is \[3, (12|4), 2, 8\], expected \[3, 3, 2, 8\]"),
+        ({"layers.1.keys": tensors["layers.1.keys"][:, 1:]}, r"layers.1.keys is \[3, (11|3), 2, 8\]"),
+        ({"layers.1.positions": positions - 40}, "layers.1.positions are not positions"),
+        ({"layers.1.positions": positions.flip(1)}, "layers.1.positions are not positions"),
+        ({"layers.1.positions": positions * 0}, "layers.1.positions are not positions"),
+        ({"layers.1.positions": positions + 2**62}, "layers.1.positions are not positions"),
+    ):
+        told = {name: x for name, x in change.items() if isinstance(x, str)}
+        changed = {name: x.contiguous() for name, x in change.items() if not isinstance(x, str)}
+        save_file(tensors | changed, broken, metadata | told)
+        with pytest.raises(ValueError, match=message):
+            load_cache(broken, model.config)
 
 
 @torch.no_grad()
@@ -111,8 +155,8 @@ def test_files_that_are_not_ours(tmp_path):
         ({"tokens_seen": "9" * 5000}, "metadata tokens_seen is '9999"),
         ({"tokens_seen": "٣"}, "metadata tokens_seen is"),
         ({"mixers": "palimpsa_d"}, "metadata mixers is 'palimpsa_d', expected a JSON list"),
-        ({"mixers": "[1, 2]"}, "expected a JSON list of names"),
-        ({"mixers": "[" * 100_000}, "expected a JSON list of names"),
+        ({"mixers": "[1, 2]"}, "expected a JSON list of a mixer"),
+        ({"mixers": "[" * 100_000}, "expected a JSON list of a mixer"),
     ):
         save_file(tensors, broken, metadata | change)
         with pytest.raises(ValueError, match=message):

@@ -179,7 +179,13 @@ def test_error_messages_name_the_argument(op):
         }
     if op == "delta":
         wrong |= {"beta must be >= 0": {"beta": -inputs["beta"]}, "beta must be": {"beta": inputs["beta"][:1]}}
+        wrong |= {"beta must be finite": {"beta": inputs["beta"] / 0}}
     if op == "bayesian":
+        above = good.covariance.detach().clone()
+        above[0, 0, 0, 1] = torch.inf
+        scales = torch.ones(good.covariance.shape[0], 1, 1, 1).index_fill(0, torch.tensor([0]), 1e6)
+        uneven = good.covariance.detach() * scales
+        uneven[-1] = uneven[-1].triu()
         covariance, turn = good.covariance, torch.zeros(*inputs["g"].shape, 8)
         wrong |= {
             "process_noise must be >= 0": {"process_noise": -inputs["process_noise"]},
@@ -195,6 +201,12 @@ def test_error_messages_name_the_argument(op):
                 "prior_variance": torch.ones(3),
             },
             "covariance must be symmetric": {"initial_state": type(good)(good[0], covariance.triu())},
+            "covariance must be symmetric, got": {"initial_state": type(good)(good[0], uneven)},
+            "covariance must be finite": {"initial_state": type(good)(good[0], above)},
+            "mean must be finite": {"initial_state": type(good)(good[0] / 0, covariance)},
+            "process_noise must be finite": {"process_noise": inputs["process_noise"] + torch.inf},
+            "rotation must be finite": {"rotation": turn + torch.nan},
+            "prior_variance must be finite": {"initial_state": None, "prior_variance": torch.full((2,), torch.inf)},
             "covariance must be positive definite": {"initial_state": type(good)(good[0], -covariance)},
         }
     for message, change in wrong.items():
@@ -281,6 +293,7 @@ def test_named_backends_run_exactly_that(monkeypatch):
     call("palimpsa", inputs, backend="chunked")
     assert dispatch.used() == {"palimpsa": ["chunked"]}
     dispatch.block({dispatch.configuration("palimpsa", "chunked", "cpu", torch.float32): "test"})
+    assert "blocked" in dispatch.backends()["palimpsa"]["chunked on cpu"]
     with pytest.raises(RuntimeError, match="blocked"):
         call("palimpsa", inputs, backend="chunked")
 

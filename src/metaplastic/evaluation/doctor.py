@@ -39,7 +39,7 @@ def check_backends() -> Iterator[Check]:
                         reason = dispatch.reason_against(op, backend, device, dtype)
                         check = _check(op, backend, device, dtype, name) if reason is None else None
                     if check is None:
-                        if dtype == torch.float32:
+                        if dtype == (*dispatch.BACKENDS[op][backend].dtypes, torch.float32)[0]:
                             yield Check(name, "unavailable", str(reason))
                         continue
                     if check.status == "FAILED":

@@ -42,6 +42,7 @@ def operator_inputs(
     written, g = draw(value_size), -0.1 * draw().sigmoid()
     own = {
         "palimpsa": {"w": written, "beta": draw(value_size).sigmoid(), "prior": torch.ones(heads)},
+        "additive": {"v": written},
         "delta": {"v": written, "beta": draw().sigmoid()},
         "bayesian": {
             "v": written,

@@ -1,7 +1,8 @@
 """Mixers: ``torch.nn`` modules that turn activations into a rule's inputs, run the operator and read the memory out.
 
-Every mixer follows one protocol: ``mixer(x, state=None, *, mask=None, cu_seqlens=None) -> (y, state)``,
-``mixer.gates(x, state=None, ...)`` (the inputs of its rule) and ``mixer.init_state(batch)``. States are values.
+Every mixer follows one protocol: ``mixer(x, state=None, *, mask=None, cu_seqlens=None, keep_state=True) -> (y, state)``
+and ``mixer.init_state(batch)``; those with a memory rule (all but attention) have ``mixer.gates(x, state=None, ...)``,
+the inputs of that rule. States are values.
 ``MIXERS`` names them for configurations.
 """
 

@@ -10,14 +10,14 @@ pair (i, i + K // 2) by the angle ``n base^(-2 i / K)`` (the halves of Llama; th
 The state holds every key and value read so far, with a window those that the next token can see.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from ..ops.contract import read_offsets
+from ..ops.contract import check_finite, read_offsets
 from .mixer import MixerState, enter
 from .options import check_positive, check_sizes
 
@@ -43,7 +43,8 @@ class Attention(nn.Module):
         window: how many tokens each sees, itself included; None: all.
         rotary_base: of the rotary angles; None: no positions.
 
-    The state grows by one slot per token (padding included) up to window - 1; continuing copies it. A call without
+    The state grows by one slot per token (padding included) up to window - 1; continuing copies it. That of packed
+    sequences has as many slots for each as the longest needs: leave it out (``keep_state``) in training. A call without
     state, mask, window and packing runs PyTorch's causal kernels. Any other reads a mask of ``T (S + T)`` booleans
     (packed sequences: of all tokens), made block by block where it would be large, whole under torch.compile.
     """
@@ -51,6 +52,7 @@ class Attention(nn.Module):
     operator = None  # PyTorch's own, not one of ``metaplastic.ops``
     memory_type = AttentionState
     growing_state = True  # one slot a token
+    state_options = ("window", "rotary_base")  # what a state means depends on these
     no_weight_decay: tuple[str, ...] = ()
     value_expansion = 1
 
@@ -79,6 +81,11 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(hidden_size, num_key_heads * value_size, bias=False)
         self.o_proj = nn.Linear(num_heads * value_size, hidden_size, bias=False)
 
+    @staticmethod
+    def slots(tokens: int, *, window: int | None, **_: Any) -> int:
+        """How many a state has that has read so many tokens, padding included."""
+        return tokens if window is None else min(window - 1, tokens)
+
     def init_state(self, batch: int) -> MixerState:
         """The state before the first token, for ``batch`` sequences."""
         empty = self.o_proj.weight.new_zeros(batch, 0, self.num_key_heads, self.key_size)
@@ -93,7 +100,8 @@ class Attention(nn.Module):
         *,
         mask: Tensor | None = None,
         cu_seqlens: Int[Tensor, "..."] | None = None,
-    ) -> tuple[Float[Tensor, "B T D"], MixerState]:
+        keep_state: bool = True,
+    ) -> tuple[Float[Tensor, "B T D"], MixerState | None]:
         """As :meth:`metaplastic.layers.mixer.Mixer.forward`."""
         x, keep = enter(self, x, state, mask, cu_seqlens)
         q, k, v = (
@@ -104,6 +112,8 @@ class Attention(nn.Module):
                 (self.v_proj, self.num_key_heads),
             )
         )
+        for name, z in (("q", q), ("k", k), ("v", v)):  # 0 times infinity in a sum over tokens would reach them all
+            check_finite(type(self).__name__, name, z)
         rows = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         past = None if state is None else self._checked(state.memory, rows, k)
         place = _places(x, past, keep, cu_seqlens)
@@ -118,6 +128,8 @@ class Attention(nn.Module):
             o = self._masked(q, place, seen, past, keep, cu_seqlens)
         y = self.o_proj(o.flatten(2))
         y = y if keep is None else y.masked_fill(~keep[..., None], 0)
+        if not keep_state:
+            return y, None
         kept = self._kept(seen, keep) if cu_seqlens is None else self._kept_packed(past, here, cu_seqlens)
         return y, MixerState(x.new_zeros(rows, 0, 0), kept)
 
@@ -135,15 +147,18 @@ class Attention(nn.Module):
 
     def _attend(self, q: Tensor, seen: AttentionState, allowed: Tensor | None) -> Tensor:
         """``[B, T, H, V]``; ``allowed [B or 1, T, slots]`` bool, None: causal, the slots being the tokens."""
+        size = max(self.key_size, self.value_size)  # PyTorch's kernels of linear memory want K = V: zeros do no harm
+        q, k, v = (F.pad(z, (0, size - z.shape[-1])).transpose(1, 2) for z in (q, seen.keys, seen.values))
         o = F.scaled_dot_product_attention(
-            q.transpose(1, 2),
-            seen.keys.transpose(1, 2),
-            seen.values.transpose(1, 2),
+            q,
+            k,
+            v,
             attn_mask=None if allowed is None else allowed[:, None],
             is_causal=allowed is None,
+            scale=self.key_size**-0.5,
             enable_gqa=self.num_heads != self.num_key_heads,
         )
-        return o.transpose(1, 2)
+        return o[..., : self.value_size].transpose(1, 2)
 
     def _masked(
         self, q: Tensor, place: "_Places", seen: AttentionState, past: AttentionState | None, keep, cu_seqlens
@@ -224,6 +239,9 @@ class Attention(nn.Module):
         heads = self.num_key_heads
         shapes = ((rows, slots, heads, self.key_size), (rows, slots, heads, self.value_size), (rows, slots))
         for name, z, shape in zip(past._fields, past, shapes, strict=True):
+            if z.dtype != torch.int64 if name == "positions" else not z.is_floating_point():
+                kind = "int64" if name == "positions" else "floating point"
+                raise TypeError(f"state.memory.{name} must be {kind}, got {z.dtype}")
             if tuple(z.shape) != shape:
                 expected = str(list(shape)).replace("-1", "S")
                 raise ValueError(f"state.memory.{name}: the state must be {expected}, got {list(z.shape)}")

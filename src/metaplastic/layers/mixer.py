@@ -1,4 +1,7 @@
-"""What mixers share: the inputs of their rules, what they carry from token to token, and the protocol itself."""
+"""What mixers share: the inputs of their rules, what they carry from token to token, and the protocol itself.
+
+The fields of every kind of gates have the names of its operator's arguments: ``op(**gates._asdict(), scale=...)``.
+"""
 
 import math
 from typing import Any, NamedTuple
@@ -88,6 +91,7 @@ class Mixer(nn.Module):
     operator: str = "additive"  # its name in ``metaplastic.ops``
     memory_type: type = AdditiveState
     growing_state: bool = False  # whether it holds a slot for every token
+    state_options: tuple[str, ...] = ()  # options beyond sizes on which the meaning of a state depends
     no_weight_decay: tuple[str, ...] = ("A_log", "dt_bias", "D")  # parameters that weight decay would bias
     value_expansion: int = 1  # default value_size of a language model: this many times hidden_size / num_heads
     has_residual: bool = True  # whether D times the values is added to the read-out
@@ -152,7 +156,13 @@ class Mixer(nn.Module):
         mask: Tensor | None = None,
         cu_seqlens: Int[Tensor, "..."] | None = None,
     ) -> Gates:
-        """The inputs of this layer's rule for activations ``x``: replay the rule with them to look at the memory."""
+        """The inputs of this layer's rule for activations ``x``: run it with them to look at the memory.
+
+        >>> operator = getattr(ops, layer.operator)                                     # doctest: +SKIP
+        >>> operator(**layer.gates(x)._asdict(), scale=layer.scale).state               # doctest: +SKIP
+
+        Going on from ``state``, its memory is the operator's ``initial_state``.
+        """
         x, keep = enter(self, x, state, mask, cu_seqlens)
         return self._project(x, state, keep, cu_seqlens).gates
 
@@ -163,7 +173,8 @@ class Mixer(nn.Module):
         *,
         mask: Tensor | None = None,
         cu_seqlens: Int[Tensor, "..."] | None = None,
-    ) -> tuple[Float[Tensor, "B T D"], MixerState]:
+        keep_state: bool = True,
+    ) -> tuple[Float[Tensor, "B T D"], MixerState | None]:
         """One call for training, prefill, continuation and decoding.
 
         Args:
@@ -171,6 +182,7 @@ class Mixer(nn.Module):
             state: from the previous call or :meth:`init_state`; None starts afresh.
             mask: True (non-zero) at real tokens; padded tokens change nothing, give y = 0 and get zero gradient.
             cu_seqlens: ``[N + 1]`` offsets of packed sequences (then B = 1); not together with ``mask``.
+            keep_state: False where no call goes on from here: None instead of the new state.
 
         Returns:
             y ``[B, T, hidden_size]`` and the new state (N rows when packed).
@@ -180,10 +192,8 @@ class Mixer(nn.Module):
         """
         x, keep = enter(self, x, state, mask, cu_seqlens)
         gates, values, output_gate, convolution = self._project(x, state, keep, cu_seqlens)
-        inputs, named = self._arguments(gates)
         read = getattr(ops, self.operator)(
-            *inputs,
-            **named,
+            **gates._asdict(),
             initial_state=None if state is None else state.memory,
             cu_seqlens=cu_seqlens,
             scale=self.scale,
@@ -191,7 +201,8 @@ class Mixer(nn.Module):
         )
         o = read.output + self.D.to(values.dtype)[:, None] * values if self.has_residual else read.output
         y = self._output(o, output_gate)
-        return y if keep is None else y.masked_fill(~keep[..., None], 0), MixerState(convolution, read.state)
+        y = y if keep is None else y.masked_fill(~keep[..., None], 0)
+        return y, MixerState(convolution, read.state) if keep_state else None
 
     def _project(self, x: Tensor, state: MixerState | None, keep: Tensor | None, cu_seqlens) -> Projected:
         raise NotImplementedError
@@ -203,10 +214,6 @@ class Mixer(nn.Module):
     def _rule_inputs(self, x: Tensor, q: Tensor, k: Tensor, w: Tensor, strength: Tensor, g: Tensor):
         """The rule's inputs; ``strength [B, T, H, 1]`` scales every kind of evidence (the write w has it already)."""
         return AdditiveGates(q, k, w, g)
-
-    def _arguments(self, gates: Any) -> tuple[tuple, dict[str, Any]]:
-        """The operator's arguments by position and by name."""
-        return tuple(gates), {}
 
     def _log_decay(self, dt: Tensor) -> Tensor:
         return -self.A_log.to(dt.dtype).exp() * dt

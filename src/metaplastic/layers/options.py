@@ -1,6 +1,7 @@
 """Checks of a mixer's options: they come from a shell or a JSON file and may be anything."""
 
 import math
+import sys
 from typing import Any
 
 
@@ -18,7 +19,7 @@ def check_flags(**flags: Any) -> None:
 
 def check_positive(**numbers: Any) -> None:
     for name, x in numbers.items():
-        if not _is_number(x) or not 0 < x < math.inf:
+        if not _is_number(x) or not 0 < x <= sys.float_info.max:
             raise ValueError(f"{name} must be > 0 and finite, got {x!r}")
 
 

@@ -8,6 +8,7 @@ Here a call replaces the states; no tensor is changed in place, so a cache is di
 """
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,24 +17,48 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from ..layers import MIXERS
 from ..layers.mixer import MixerState
-from .configuration import MetaplasticConfig
+from .configuration import MetaplasticConfig, mixer_defaults
 
 COUNT = "tokens_seen"  # attribute of the cache, a tensor: counting never waits for the device
 
 
+class Owner(NamedTuple):
+    """The layer that a state belongs to: its mixer, and the options on which the meaning of the state depends."""
+
+    mixer: str
+    options: dict[str, Any]
+
+    def __str__(self) -> str:
+        options = ", ".join(f"{name}={value}" for name, value in self.options.items())
+        return f"{self.mixer} ({options})" if options else self.mixer
+
+
+def owners(config: MetaplasticConfig) -> list[Owner]:
+    """Of every layer of a model."""
+    found = []
+    for i, name in enumerate(config.mixers):
+        given = mixer_defaults(name) | config.mixer_arguments(i)
+        found.append(Owner(name, {option: given[option] for option in MIXERS[name].state_options}))
+    return found
+
+
 class StateLayer(LinearAttentionLayer):
-    """The state of one layer, replaced as a whole; ``mixer`` names what it belongs to."""
+    """The state of one layer, replaced as a whole."""
 
-    mixer: str | None = None
+    owner: Owner | None = None
 
-    def put(self, state: MixerState, mixer: str) -> None:
-        self.mixer, self.device, self.dtype = mixer, state.convolution.device, state.convolution.dtype
+    def put(self, state: MixerState, owner: Owner) -> None:
+        self.owner, self.device, self.dtype = owner, state.convolution.device, state.convolution.dtype
         self.conv_states[0] = state.convolution
         self.is_conv_states_initialized[0] = True
         for i, memory in enumerate(state.memory):
             self.recurrent_states[i] = memory
             self.is_recurrent_states_initialized[i] = True
             self.has_previous_state[i] = True
+
+    @property
+    def mixer(self) -> str | None:
+        return None if self.owner is None else self.owner.mixer
 
     def get(self, memory_type: type) -> MixerState:
         memory = [self.recurrent_states[i] for i in range(len(memory_type._fields))]
@@ -50,7 +75,7 @@ class StateLayer(LinearAttentionLayer):
 
     def reset(self) -> None:
         self.__init__(self.number_of_states)
-        self.mixer = None
+        self.owner = None
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self._each(lambda x: _repeat(x, repeats))
@@ -90,9 +115,10 @@ def enter(cache: Cache, config: MetaplasticConfig, batch: int) -> None:
         if getattr(cache, COUNT, None) is not None or any(map(_holds_something, cache.layers)):
             raise ValueError(f"cache must come from a metaplastic model or be empty, got states of {cache.layers[0]}")
         cache.layers = new_cache(config).layers
-    mixers = [getattr(layer, "mixer", None) for layer in cache.layers]
-    if len(mixers) != len(config.mixers) or (mixers[0] is not None and mixers != list(config.mixers)):
-        raise ValueError(f"cache holds the states of another model: of mixers {mixers}, expected {config.mixers}")
+    found, expected = [getattr(layer, "owner", None) for layer in cache.layers], owners(config)
+    if len(found) != len(expected) or (found[0] is not None and found != expected):
+        came, wanted = (list(map(str, each)) for each in (found, expected))
+        raise ValueError(f"cache holds the states of another model: of mixers {came}, expected {wanted}")
     if has_tokens(cache) and (rows := cache.layers[0].batch_size) != batch:  # pyright: ignore
         raise ValueError(
             f"cache holds the states of {rows} sequences, but the input has {batch} rows "
@@ -111,11 +137,11 @@ def read(cache: Cache, layer_idx: int, memory_type: type) -> MixerState | None:
     return layer.get(memory_type) if layer.has_previous_state[0] else None  # pyright: ignore
 
 
-def commit(cache: Cache, new: Sequence[MixerState], mixers: Sequence[str], tokens: int, device: torch.device) -> None:
+def commit(cache: Cache, new: Sequence[MixerState], owner: Sequence[Owner], tokens: int, device: torch.device) -> None:
     """Replaces the states of all layers and counts the ``tokens`` that led to them."""
     before = getattr(cache, COUNT) if has_tokens(cache) else torch.zeros((), dtype=torch.int64, device=device)
-    for layer, state, mixer in zip(cache.layers, new, mixers, strict=True):
-        layer.put(state, mixer)  # pyright: ignore
+    for layer, state, each in zip(cache.layers, new, owner, strict=True):
+        layer.put(state, each)  # pyright: ignore
     setattr(cache, COUNT, before + tokens)
 
 
@@ -149,7 +175,7 @@ def fork_cache(cache: Cache, *, repeats: int = 1, detach: bool = False) -> Dynam
         for old, new in zip(layers, fork.layers, strict=True):
             states = old.get(MIXERS[old.mixer].memory_type)  # pyright: ignore
             copies = [_repeat(x.detach() if detach else x, repeats) for x in fields(states).values()]
-            new.put(MixerState(copies[0], type(states.memory)(*copies[1:])), old.mixer)  # pyright: ignore
+            new.put(MixerState(copies[0], type(states.memory)(*copies[1:])), old.owner)  # pyright: ignore
         setattr(fork, COUNT, getattr(cache, COUNT).clone())
     return fork
 

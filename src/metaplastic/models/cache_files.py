@@ -1,7 +1,8 @@
 """Caches in files: written whole or not at all, and read with every doubt an error.
 
 Format: safetensors, tensors ``layers.<i>.<field>`` as in ``MixerState`` (``convolution`` is ``[B, W - 1, C]``),
-metadata ``format``, ``tokens_seen`` and ``mixers`` (a JSON list).
+metadata ``format``, ``tokens_seen`` and ``mixers`` (a JSON list: of every layer the
+mixer's name and the options on which the meaning of its state depends).
 """
 
 import json
@@ -13,11 +14,12 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 from transformers import Cache, DynamicCache
 
 from ..layers import MIXERS
 from ..layers.mixer import MixerState
-from .cache import COUNT, empty_states, fields, has_tokens, new_cache, our_layers, tokens_seen
+from .cache import COUNT, Owner, empty_states, fields, has_tokens, new_cache, our_layers, owners, tokens_seen
 from .configuration import MetaplasticConfig
 
 FORMAT = "metaplastic cache 1"
@@ -38,7 +40,7 @@ def save_cache(cache: Cache, path: str | os.PathLike) -> Path:
     for i, layer in enumerate(layers):
         for name, x in fields(layer.get(MIXERS[layer.mixer].memory_type)).items():  # pyright: ignore
             tensors[f"layers.{i}.{name}"] = x.detach().cpu().clone(memory_format=torch.contiguous_format)
-    metadata = {"format": FORMAT, COUNT: str(tokens_seen(cache)), "mixers": json.dumps([x.mixer for x in layers])}
+    metadata = {"format": FORMAT, COUNT: str(tokens_seen(cache)), "mixers": json.dumps([x.owner for x in layers])}
     target = Path(os.path.realpath(path))
     staged = target.with_name(f".{target.name[:200]}.{secrets.token_hex(8)}.tmp")
     try:
@@ -91,28 +93,32 @@ def load_cache(
             f"path: {path} has format {metadata.get('format')!r}, expected {FORMAT!r}, as save_cache writes"
         )
     mixers, seen = _described(path, metadata)
-    if mixers != list(config.mixers):
-        raise ValueError(f"path: {path} holds states of mixers {mixers}, expected {config.mixers}")
+    if mixers != (expected := owners(config)):
+        came, wanted = (list(map(str, each)) for each in (mixers, expected))
+        raise ValueError(f"path: {path} holds states of mixers {came}, expected {wanted}")
     cache = new_cache(config)
     rows = [x.shape[0] for x in tensors.values() if x.dim()][:1]
     for i, like in enumerate(empty_states(config)):
-        found, slots = [], None  # how many slots a growing state has
+        owner, found = mixers[i], []
+        grows = MIXERS[owner.mixer].growing_state
         for name, x in fields(like).items():
             key, expected = f"layers.{i}.{name}", [*rows, *x.shape[1:]]
-            if name != "convolution" and MIXERS[mixers[i]].growing_state and key in tensors and tensors[key].dim() > 1:
-                expected[1] = slots = tensors[key].shape[1] if slots is None else slots
+            if grows and name != "convolution":
+                expected[1:2] = [MIXERS[owner.mixer].slots(seen, **owner.options)]
             if key not in tensors or list(tensors[key].shape) != expected:
                 came = f"is {list(tensors[key].shape)}" if key in tensors else "is missing"
                 raise ValueError(f"path: {path} does not fit the configuration: {key} {came}, expected {expected}")
-            if tensors[key].dtype not in (kinds := _kinds(name, mixers[i])):
+            if tensors[key].dtype not in (kinds := _kinds(name, owner.mixer)):
                 names = ", ".join(map(str, kinds))
                 raise ValueError(f"path: in {path} {key} is {tensors[key].dtype}, expected one of {names}")
+            if name == "positions":
+                _check_positions(path, key, tensors[key], seen)
             found.append(tensors.pop(key).to(place))
             if dtype is not None and kinds is _FLOATS:
                 found[-1] = found[-1].to(dtype)
             elif dtype is not None and kinds is _WIDE:
                 found[-1] = found[-1].to(torch.float64 if dtype == torch.float64 else torch.float32)
-        cache.layers[i].put(MixerState(found[0], type(like.memory)(*found[1:])), mixers[i])  # pyright: ignore
+        cache.layers[i].put(MixerState(found[0], type(like.memory)(*found[1:])), owner)  # pyright: ignore
     if tensors:
         raise ValueError(f"path: {path} does not fit the configuration: unexpected {', '.join(sorted(tensors))}")
     setattr(cache, COUNT, torch.tensor(seen, dtype=torch.int64, device=place))
@@ -139,15 +145,26 @@ def _device(device: Any) -> torch.device:
         raise ValueError(f"device must be a device that is there, got {device!r} ({error})") from error
 
 
-def _described(path: str | os.PathLike, metadata: dict[str, str]) -> tuple[list[str], int]:
-    """The mixers and the token count that a file's metadata names."""
+def _described(path: str | os.PathLike, metadata: dict[str, str]) -> tuple[list[Owner], int]:
+    """The layers and the token count that a file's metadata names."""
     mixers, seen = metadata.get("mixers", ""), metadata.get(COUNT, "")
     if not (seen.isascii() and seen.isdecimal() and len(seen) < 19):  # 19 digits may not fit an int64
         raise ValueError(f"path: in {path} metadata {COUNT} is {seen[:40]!r}, expected a whole number below 10^18")
     try:
-        names = json.loads(mixers)
-    except (ValueError, RecursionError):
-        names = None
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"path: in {path} metadata mixers is {mixers[:200]!r}, expected a JSON list of names")
-    return names, int(seen)
+        found = [Owner(name, options) for name, options in json.loads(mixers)]
+    except (ValueError, TypeError, RecursionError):
+        found = []
+    if not found or not all(isinstance(each.mixer, str) and isinstance(each.options, dict) for each in found):
+        expected = "a JSON list of a mixer's name and its options for every layer"
+        raise ValueError(f"path: in {path} metadata mixers is {mixers[:200]!r}, expected {expected}")
+    return found, int(seen)
+
+
+def _check_positions(path: str | os.PathLike, key: str, positions: Tensor, seen: int) -> None:
+    """Real tokens are counted one by one, the last of them below ``seen``; padding is -1."""
+    real = positions >= 0
+    later = real.sum(1, keepdim=True) - real.cumsum(1)
+    last = positions.amax(1, keepdim=True) if positions.shape[1] else positions
+    if not (torch.where(real, last - later, -1) == positions).all() or not (last < seen).all():
+        expected = f"those of consecutive tokens below tokens_seen = {seen}, and -1 at padding"
+        raise ValueError(f"path: in {path} {key} are not positions, expected {expected}")

@@ -77,10 +77,11 @@ class MetaplasticBlock(GradientCheckpointingLayer):
         keep_state: bool = True,
     ) -> tuple[Tensor, MixerState | None]:
         """The new activations and the mixer's new state (None unless ``keep_state``)."""
-        y, state = self.mixer(self.mixer_norm(x), state, mask=mask, cu_seqlens=cu_seqlens)
+        normed = self.mixer_norm(x)
+        y, state = self.mixer(normed, state, mask=mask, cu_seqlens=cu_seqlens, keep_state=keep_state)
         x = x + y
         x = x if self.mlp is None else x + self.mlp(self.mlp_norm(x))
-        return x, state if keep_state else None
+        return x, state
 
 
 class MetaplasticModel(MetaplasticPreTrainedModel):
@@ -178,7 +179,7 @@ class MetaplasticModel(MetaplasticPreTrainedModel):
                 hidden_states.append(x)
         x = self.norm(x)
         if cache is not None:  # all at once and last: a call that raises leaves the cache as it was
-            states.commit(cache, new, self.config.mixers, x.shape[1], x.device)
+            states.commit(cache, new, states.owners(self.config), x.shape[1], x.device)
         return MetaplasticOutput(
             last_hidden_state=x,
             cache=cache,

@@ -26,7 +26,7 @@ def offsets(
     """
     given = {name: value for name, value in given.items() if value is not None}  # PEFT names what it does not ask for
     if given.pop("output_attentions", False):
-        raise ValueError("output_attentions must be False or None, got True: there is no attention here")
+        raise ValueError("output_attentions must be False or None, got True: attention weights are not kept")
     if unknown := sorted(set(given) - set(KNOWN)):
         raise TypeError(f"forward got an unexpected argument {', '.join(map(repr, unknown))}")
     for name in ("position_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k"):

@@ -138,6 +138,12 @@ def check_at_least(op: str, name: str, x: Tensor, bound: float, meaning: str, *,
             raise ValueError(f"{op}: {name} must be {sign} {bound:g} ({meaning}), got a value of {smallest:g}")
 
 
+def check_finite(op: str, name: str, x: Tensor) -> None:
+    """No NaN and no infinity. Skipped as in :func:`check_at_most`."""
+    if readable(x) and not bool(x.detach().isfinite().all()):
+        raise ValueError(f"{op}: {name} must be finite, got NaN or infinity")
+
+
 def read_offsets(op: str, cu_seqlens: Tensor | None, length: int) -> Tensor | None:
     """``cu_seqlens`` as an int64 CPU tensor, its values checked (host backends read it anyway)."""
     if cu_seqlens is None:

@@ -83,6 +83,7 @@ def bayesian(
         words = "[H] or [H, G]" if groups is None else "[H, G]"
         contract.check_tensors(op, q.shape[2:3], q.device, {"prior_variance": (prior_variance, of_groups, words)})
         contract.check_at_least(op, "prior_variance", prior_variance, 0.0, "prior variance", strictly=True)
+        contract.check_finite(op, "prior_variance", prior_variance)
         variance = prior_variance.to(compute_dtype(q))[..., None, None]
         covariance = variance * torch.eye(key_size, dtype=variance.dtype, device=q.device)
         mean = q.new_zeros((rows, heads, key_size, value_size), dtype=variance.dtype)
@@ -91,6 +92,7 @@ def bayesian(
         square = (rows, heads, *of_groups, key_size, key_size)
         contract.check_state(op, initial_state, GaussianState, ((rows, heads, key_size, value_size), square), q)
         mean, covariance = initial_state
+        contract.check_finite(op, "initial_state.mean", mean)
         _check_covariance(covariance)
         covariance = (covariance + covariance.mT) / 2  # its gradient is symmetric, whatever the backend
     if backend != "reference":
@@ -120,23 +122,28 @@ def _check_covariance(covariance: Tensor) -> None:
     if not contract.readable(covariance):
         return
     x = covariance.detach()
-    largest = x.abs().max().item()
-    asymmetry = (x - x.mT).abs().max().item()
+    contract.check_finite("bayesian", "initial_state.covariance", x)
     # A covariance that went through float32 filtering is symmetric to rounding; a wrong matrix is not.
+    asymmetry = ((x - x.mT).abs().amax((-2, -1)) / x.abs().amax((-2, -1)).clamp(min=1e-30)).max().item()
     contract.require(
-        asymmetry <= 1e-5 * largest,
-        f"bayesian: initial_state.covariance must be symmetric, got a difference of {asymmetry:g} to its transpose",
+        asymmetry <= 1e-5,
+        f"bayesian: initial_state.covariance must be symmetric, got a difference of {asymmetry:g} of a matrix's "
+        "largest element to its transpose",
     )
     failed = int((torch.linalg.cholesky_ex(x).info != 0).sum())
     contract.require(
-        failed == 0 and largest == largest,
-        f"bayesian: initial_state.covariance must be positive definite, got {failed} matrices that are not",
+        failed == 0, f"bayesian: initial_state.covariance must be positive definite, got {failed} matrices that are not"
     )
 
 
-def check_values(g: Tensor, process_noise: Tensor, observation_noise: Tensor, tokens: int | None) -> None:
+def check_values(
+    g: Tensor, process_noise: Tensor, observation_noise: Tensor, rotation: Tensor | None, tokens: int | None
+) -> None:
     """The value checks every backend makes first; ``tokens``: how many along T belong to a packed sequence."""
     g, process_noise, observation_noise = (x[:, :tokens] for x in (g, process_noise, observation_noise))
     contract.check_at_most("bayesian", "g", g, 0.0, "log decay")
     contract.check_at_least("bayesian", "process_noise", process_noise, 0.0, "a variance")
+    contract.check_finite("bayesian", "process_noise", process_noise)
     contract.check_at_least("bayesian", "observation_noise", observation_noise, 0.0, "a variance", strictly=True)
+    if rotation is not None:
+        contract.check_finite("bayesian", "rotation", rotation[:, :tokens])

@@ -79,7 +79,7 @@ def _filter(
     with full_precision(q.device):
         plan = Plan(q, k, v, g, process_noise, observation_noise, rotation, cu_seqlens, scale)
         tokens = None if plan.offsets is None else int(plan.offsets[-1])
-        check_values(g, process_noise, observation_noise, tokens)
+        check_values(g, process_noise, observation_noise, rotation, tokens)
         if q.shape[1] == 1 and plan.offsets is None and not keep:  # decoding: one step needs no chunk
             given = [x[:, 0].to(plan.dtype) for x in (k, v, g, process_noise, observation_noise)]
             angle = None if rotation is None else rotation[:, 0].to(plan.dtype)

@@ -12,7 +12,7 @@ from . import check_values
 def apply(q, k, v, g, process_noise, observation_noise, rotation, mean, covariance, cu_seqlens, scale, output_variance):
     """Arguments and results as :func:`metaplastic.ops.bayesian.chunked.apply`."""
     offsets = read_offsets("bayesian", cu_seqlens, q.shape[1])
-    check_values(g, process_noise, observation_noise, None if offsets is None else int(offsets[-1]))
+    check_values(g, process_noise, observation_noise, rotation, None if offsets is None else int(offsets[-1]))
     dtype = compute_dtype(q)
     inputs = tuple(x.to(dtype) for x in (q, k, v, g, process_noise, observation_noise))
     turn = None if rotation is None else rotation.to(dtype)

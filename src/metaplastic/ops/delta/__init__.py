@@ -82,4 +82,5 @@ def delta(
 def check_values(beta: Tensor, g: Tensor, tokens: int | None) -> None:
     """The value checks every backend makes first; ``tokens``: how many along T belong to a packed sequence."""
     contract.check_at_least("delta", "beta", beta[:, :tokens], 0.0, "write strength")
+    contract.check_finite("delta", "beta", beta[:, :tokens])
     contract.check_at_most("delta", "g", g[:, :tokens], 0.0, "log decay")
