@@ -13,10 +13,11 @@ from typer.testing import CliRunner
 from metaplastic import cli
 from metaplastic.evaluation import collision, collision_forms, study_pages
 from metaplastic.evaluation.collision import A, B, CollisionStudy
-from metaplastic.evaluation.collision_rules import closed_form, follow, memories
+from metaplastic.evaluation.collision_rules import closed_form, filter_memory, follow, memories
+from metaplastic.report import Report
 
 F64 = torch.float64
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "studies.md").read_text()
 STUDY = CollisionStudy(rotations=12)
 VALUES = torch.eye(6, dtype=F64)
 BLIND = ("dense", "rank_1", "mesa", "mesa_forgetting", "gaussian", "reset", "gated", "longhorn", "additive")
@@ -131,6 +132,38 @@ def test_rules_that_are_the_same():
     torch.testing.assert_close(found, answers["mesa"], rtol=1e-10, atol=1e-10)
 
 
+def test_rank_1_beats_the_dense_filter_because_it_claims_to_know_less():
+    """docs/studies.md: what A and B do not share counts as unknown, so writes go there; idle directions add to it."""
+    order = collision.tokens(collision.schedule(40, 60))
+
+    def told(memory, key_size=16):
+        """p_AB at the end, A's error as its run begins, and the share of it that B takes."""
+        before, after = follow(memory, collision.place_keys(0.92, key_size)[None], VALUES, order, [52, 112])[:, 0]
+        error = 1 - before[A, A]
+        return collision.recall(after)["p_AB"].item(), error.item(), ((after[B, A] - before[B, A]) / error).item()
+
+    def supposed(variance):
+        """Rank 1 with this variance in place of the average."""
+
+        def project(covariance):
+            variances, directions = torch.linalg.eigh(covariance)
+            variances[..., 1:] = variance
+            return (directions * variances[..., None, :]) @ directions.mT
+
+        return told(filter_memory(STUDY, project))[0]
+
+    every = memories(STUDY)
+    dense, rank_1 = told(every["dense"]), told(every["rank_1"])
+    assert (
+        f"B takes {rank_1[2]:.2f} of the error that A's run begins with, not {dense[2]:.2f}, and that error is smaller "
+        f"({rank_1[1]:.2f}, not {dense[1]:.2f})"
+    ) in " ".join(PAGE.split())
+    assert rank_1[1] < dense[1] and rank_1[2] < dense[2]
+    idle = [told(every["rank_1"], key_size)[0] for key_size in (6, 8, 16, 64)]  # 0, 2, 10 and 58 idle directions
+    assert idle == sorted(idle) and idle[-1] - idle[0] > 0.005
+    assert supposed(0.5) < supposed(1.0) < supposed(2.0) < supposed(6.0) and supposed(1.0) < dense[0]
+
+
 def test_a_changed_value_and_a_crowd_measure_what_they_say():
     rows = collision.switch(STUDY, "reset")
     found = {(row["when"], row["step"]): row for row in rows if row["keys"] == "aligned"}
@@ -152,7 +185,7 @@ def test_a_changed_value_and_a_crowd_measure_what_they_say():
 
 
 def test_the_basis_decides_what_a_diagonal_protects():
-    """The study's finding, at a size that a test can afford: dense as published, diagonal a coin toss when rotated."""
+    """The study's finding, at a size that a test can afford: dense as published, diagonal a tie when rotated."""
     study = CollisionStudy(rotations=199)
     every = [row for rule in ("dense", "diagonal", "palimpsa") for row in collision.final(study, rule)]
     rows = {(row["rule"], row["keys"]): row for row in every if row["frequent"] == 60}
@@ -162,11 +195,19 @@ def test_the_basis_decides_what_a_diagonal_protects():
     assert rows["palimpsa", "rotated"]["p_AB"] == pytest.approx(0.417, abs=0.03)
 
 
-def test_the_command_writes_results_plots_and_a_page(tmp_path):
-    outcome = CliRunner().invoke(cli.app, ["study", "collision", "--quick", "-o", str(tmp_path)])
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory):
+    """A run of the command: its folder, what the terminal shows, the result."""
+    folder = tmp_path_factory.mktemp("quick")
+    outcome = CliRunner().invoke(cli.app, ["study", "collision", "--quick", "-o", str(folder)])
     assert outcome.exit_code == 0, outcome.output
-    result = json.loads((tmp_path / "results.json").read_text())
-    assert result["name"] == "study collision" and result["seeds"] == [0]
+    return folder, outcome.output, json.loads((folder / "results.json").read_text())
+
+
+def test_the_command_writes_results_plots_and_a_page(quick):
+    folder, told, result = quick
+    assert result["name"] == "study collision --quick (its numbers are not the findings)" and result["seeds"] == [0]
+    assert "its numbers are not the findings" in " ".join(told.split())
     study, measured = CollisionStudy.quick(), result["measurements"]
     assert len(measured["final"]["rows"]) == len(memories(study)) * 2 * 2
     assert len(measured["overlaps"]["rows"]) == len(collision.SHOWN) * len(study.overlaps) * 2
@@ -174,21 +215,36 @@ def test_the_command_writes_results_plots_and_a_page(tmp_path):
     assert study_pages.rows(measured["overlaps"], rule="palimpsa") == again
     assert measured["summary"]["largest relative difference from a closed form"] < 1e-12
     for name in ("course", "overlap", "repetitions-2", "switch"):
-        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-    page = (tmp_path / "index.html").read_text()
+        assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    page = (folder / "index.html").read_text()
     assert page.count("data:image/png") == len(set(re.findall('<img alt="(.*?)"', page))) == 4
     assert "its numbers are not the findings" in page and result["settings"]["quick"] is True
+    tables = re.findall(r"<table>.*?</table>", page)
+    assert len(tables) == 8 and "Bayesian, blocks of 4" in page and "Mesa (exact model), forgetting" not in page
+    assert not [cell for each in tables for cell in re.findall(r">([^<]+)<", each) if "_" in cell.replace("p_AB", "")]
 
 
-def test_the_documented_table_is_in_the_results():
-    """docs/studies.md: every cell of the table of rules, from the results file beside it."""
-    measured = json.loads((DOCS / "results" / "study-collision.json").read_text())["measurements"]
-    section = (DOCS / "studies.md").read_text().split("## Two similar keys collide")[1].split("\n## ")[0]
-    table = re.findall(r"^\| (.+?) `(\w+)` \| (.+) \|$", section, re.M)
-    assert len(table) >= 15
-    for _, rule, cells in table:
-        found = {row["keys"]: row for row in study_pages.rows(measured["final"], rule=rule, frequent=60)}
-        turned = found["rotated"]
-        shown = f"{found['aligned']['p_AB']:.3f}", f"{turned['p_AB']:.3f} ± {turned['p_AB_sd']:.3f}"
-        shares = (f"{turned[name]:.2f}" for name in ("retrieved_A", "retrieved_B", "retrieved_others"))
-        assert cells.split(" | ") == [*shown, *shares], rule
+def test_the_figures_say_what_they_show(quick, tmp_path, monkeypatch):
+    """The overlap against 1 - rho, alike to the right; what is written when; no two rules in one colour."""
+    figures = {}
+    monkeypatch.setattr(Report, "figure", lambda _, figure, caption, save: figures.update({save.stem: figure}))
+    study_pages.collision_page(quick[2], tmp_path)
+    for drawing in figures.values():
+        drawing.canvas.draw()
+    panel = figures["overlap"].axes[0]
+    left, right = panel.get_xlim()
+    assert panel.get_xscale() == "log" and left > 1 > 0.08 > right
+    assert sorted(panel.get_lines()[0].get_xdata()) == pytest.approx([0.08, 1])
+    titles = [each.get_title() for each in figures["overlap"].axes]
+    assert titles[1::2] == ["rotated keys, uncertainty kept", "rotated keys, none kept\n(dense for comparison)"]
+    panel, spans = figures["course"].axes[0], {}
+    for words, box in zip(panel.texts, panel.patches, strict=True):
+        spans[words.get_text()] = (box.get_x(), box.get_x() + box.get_width())
+    assert spans == {"B written": (12.5, 17.5), "A written": (17.5, 23.5)}
+    titles = [each.get_title() for each in figures["switch"].axes]
+    assert titles == ["A changes before its run", "A changes after its run"] * 3
+    (legend,) = figures["course"].legends
+    lines = legend.get_lines()
+    assert len({line.get_color() for line in lines}) == len(lines) == 11
+    dashed = {text.get_text() for text, line in zip(legend.get_texts(), lines, strict=True) if line.is_dashed()}
+    assert dashed == {"Bayesian, rank 1", "Mesa (exact model)", "gated delta", "KDA"}

@@ -153,7 +153,8 @@ def test_the_command_writes_results_plots_and_a_page(tmp_path):
     outcome = CliRunner().invoke(cli.app, ["study", "correlation", "--quick", "-o", str(tmp_path)])
     assert outcome.exit_code == 0, outcome.output
     result = json.loads((tmp_path / "results.json").read_text())
-    assert result["name"] == "study correlation" and result["seeds"] == [0]
+    assert "its numbers are not the findings" in " ".join(outcome.output.split())
+    assert result["name"] == "study correlation --quick (its numbers are not the findings)" and result["seeds"] == [0]
     cases = result["measurements"]["cases"]
     study = CorrelationStudy.quick()
     degrees = 2 * len(study.correlations) + len(study.repeats) + len(study.scales)
@@ -169,6 +170,6 @@ def test_the_command_writes_results_plots_and_a_page(tmp_path):
     page = (tmp_path / "index.html").read_text()
     assert page.count("data:image/png") == len(set(re.findall('<img alt="(.*?)"', page))) == 3
     assert "its numbers are not the findings" in page and result["settings"]["quick"] is True
-    result["settings"]["quick"] = False
+    result |= {"name": "study correlation", "settings": result["settings"] | {"quick": False}}
     study_pages.correlation_page(result, tmp_path)
     assert "not the findings" not in (tmp_path / "index.html").read_text()

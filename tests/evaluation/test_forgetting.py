@@ -224,7 +224,15 @@ def test_the_command_writes_results_plots_and_a_page(tmp_path):
     outcome = CliRunner().invoke(cli.app, ["study", "forgetting", "--quick", "-o", str(tmp_path)])
     assert outcome.exit_code == 0, outcome.output
     result = json.loads((tmp_path / "results.json").read_text())
-    assert result["name"] == "study forgetting" and result["seeds"] == [16, 17, 18, 64, 65, 66]
+    assert "its numbers are not the findings" in " ".join(outcome.output.split())
+    assert result["name"] == "study forgetting --quick (its numbers are not the findings)" and result["seeds"] == [
+        16,
+        17,
+        18,
+        64,
+        65,
+        66,
+    ]
     study, measured = ForgettingStudy.quick(), result["measurements"]
     cases = len(forgetting.WORLDS) * (len(study.windows) + 2 * 3 * len(study.varying)) * len(forgetting.BELIEFS)
     assert len(measured["distances"]["rows"]) == cases
@@ -236,7 +244,7 @@ def test_the_command_writes_results_plots_and_a_page(tmp_path):
     page = (tmp_path / "index.html").read_text()
     assert page.count("data:image/png") == len(set(re.findall('<img alt="(.*?)"', page))) == 4
     assert "its numbers are not the findings" in page and measured and result["settings"]["quick"] is True
-    assert "KL from a window of 16, stationary: palimpsa" in page
+    assert "KL from a window of 16, stationary: Palimpsa" in page
 
 
 def test_the_figures_say_which_line_is_which(tmp_path, monkeypatch):

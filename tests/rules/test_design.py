@@ -3,13 +3,14 @@
 import re
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from metaplastic import layers, ops
 from metaplastic.rules import approximations, delta, design, longhorn
-from metaplastic.rules.special_cases import TABLES, Answer, Inputs, apart, decay_order, draw, table
+from metaplastic.rules.special_cases import TABLES, Answer, Inputs, SpecialCase, apart, decay_order, draw, table
 
 F64 = torch.float64
 PAGE = (Path(__file__).parents[2] / "docs" / "design_models.md").read_text()
@@ -230,13 +231,99 @@ def test_what_does_not_fit_is_named():
         approximations.restore(torch.ones(1, 1), "precision")
 
 
-def test_the_code_of_the_page_runs():
+def mistakes():
+    """A likely mistake, the error it gets, and how the message begins and ends."""
+    x = draw()
+    still, prior = design.temper(x.g, x.ridge), torch.ones((), dtype=F64)
+    one: Any = 1.0
+
+    def start(variance):
+        return design.init_state(2, 2, 6, 4, prior_variance=variance)
+
+    def regressed(**other):
+        return design.regression(still, **({"q": x.q, "k": x.k, "v": x.v, "noise": x.noise} | other))
+
+    def filtered(variance=prior, transition=still, **other):
+        return design.scan(regressed()._replace(transition=transition, **other), start(variance))
+
+    narrow, wide = "got torch.float32, expected torch.float64", "expected a floating-point tensor"
+    known, eye = torch.zeros(2, 7, 2, 4, 4, dtype=F64), torch.eye(4)
+    return {
+        "a number as prior variance": (lambda: start(one), TypeError, f"prior_variance: got float 1.0, {wide}"),
+        "a whole number": (lambda: start(torch.tensor(1)), TypeError, "prior_variance: got a tensor of torch.int64"),
+        "heads for columns": (
+            lambda: design.init_state(2, 2, 6, 4, prior_variance=torch.ones(3, 4)), ValueError,
+            "prior_variance: got [3, 4], expected what broadcasts to [H, V, N] = [2, 6, 4]",
+        ),
+        "more axes than the state": (
+            lambda: start(torch.ones(5, 2, 6, 4)), ValueError, "prior_variance: got [5, 2, 6, 4], expected what",
+        ),
+        "a number as noise": (lambda: regressed(noise=0.1), TypeError, f"noise: got float 0.1, {wide}"),
+        "a float32 key": (lambda: regressed(k=x.k.float()), TypeError, f"k: {narrow} as in q"),
+        "a float32 prior": (
+            lambda: filtered(prior.float()), TypeError,
+            f"state.mean: {narrow} as in seen (a first state has the dtype of init_state's prior_variance)",
+        ),
+        "a float32 query": (lambda: filtered(query=regressed().query.float()), TypeError, f"query: {narrow} as in s"),
+        "a number as value": (lambda: filtered(value=0.0), TypeError, f"value: got float 0.0, {wide}"),
+        "a float32 transition": (
+            lambda: filtered(transition=lambda t, covariance: (eye, eye)), TypeError, f"transition's A: {narrow}",
+        ),
+        "a transition without noise": (
+            lambda: filtered(transition=lambda t, covariance: (known[:, t, :, None], 0)), TypeError,
+            f"transition's Q: got int 0, {wide}",
+        ),
+        "a drift without noise": (lambda: design.drift(known, one), TypeError, f"noise: got float 1.0, {wide}"),
+        "a number as tempered prior": (lambda: design.temper(x.g, one), TypeError, f"prior: got float 1.0, {wide}"),
+        "one tempered prior a head": (
+            lambda: design.temper(x.g, x.prior), ValueError, "prior: got [2], expected [H, N]",
+        ),
+        "one decay a head": (lambda: design.temper(x.g[0, 0], x.ridge), ValueError, "g: got [2], expected [B, T, H]"),
+        "a number to reset to": (lambda: approximations.reset(one), TypeError, f"variance: got float 1.0, {wide}"),
+        "one variance a head": (
+            lambda: approximations.reset(x.prior), ValueError, "variance: got [2], expected [B, T, H]",
+        ),
+        "a number to restore": (
+            lambda: approximations.restore(one, "mean"), TypeError, f"prior: got float 1.0, {wide}",
+        ),
+        "one prior a head to restore": (
+            lambda: approximations.restore(x.prior, "mean"), ValueError, "prior: got [2], expected [H, N]",
+        ),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", mistakes())
+def test_the_likeliest_mistakes_are_told_in_words(mistake):
+    """The message names the argument, what came and what was expected."""
+    make, kind, expected = mistakes()[mistake]
+    with pytest.raises(kind) as raised:
+        make()
+    assert str(raised.value).startswith(expected)
+
+
+def test_the_code_of_the_page_runs(capsys):
+    """And prints what the page shows."""
     names = {}
-    torch.manual_seed(0)
     for block in re.findall(r"```python\n(.*?)```", PAGE, re.S):
         exec(block, names)
-    assert names["y"].shape == (1, 32, 2, 6)
+    assert capsys.readouterr().out == "".join(re.findall(r"```text\n(.*?)```", PAGE, re.S))
     assert all(torch.isfinite(x.grad).all() and x.grad.norm() > 0 for x in (names["k"], names["log_decay"]))
     # Without a fast part the example is the Bayesian Layer without dynamics.
     torch.testing.assert_close(names["slow_only"], names["bayesian_layer"], rtol=1e-10, atol=1e-10)
     assert relative(names["y"], names["bayesian_layer"]) > 0.1
+    # The custom approximation keeps both speeds' own blocks and nothing between them.
+    whole = names["belief"]
+    kept = names["keep_apart"](None, whole).covariance
+    assert torch.equal(kept, torch.block_diag(*[torch.ones(4, 4, dtype=F64)] * 2) * whole.covariance)
+    assert kept[..., :4, 4:].norm() == 0 < whole.covariance[..., :4, 4:].norm()
+
+
+def test_the_page_names_the_tools_it_describes():
+    """Every approximation and transition of the code, and every field of a special case, is there by name."""
+    public = [name for name, x in vars(approximations).items() if isinstance(x, design.Approximation)]
+    assert len(public) == 4
+    for name in (*public, "both(", "reset(variance)", "restore(prior, keep=", "design.drift(", "design.temper("):
+        assert f"`{name}" in PAGE, name
+    described = PAGE.split("declare the pair")[1]
+    assert all(f"`{field}`" in described for field in (*SpecialCase._fields, *Answer._fields))
+    assert all(f"`{call}`" in PAGE for call in ("before(t, predicted)", "after(predicted, updated)"))

@@ -34,6 +34,7 @@ from . import collision_forms as forms
 from . import study_pages
 from .beliefs import over_draws
 from .collision_rules import F64, Settings, closed_form, follow, memories
+from .drawing import readable
 
 A, B, IDENTITIES = 0, 1, 6
 SEED = 0
@@ -278,8 +279,9 @@ def run_collision(study: CollisionStudy, output: str | Path, *, track: Track = i
         found[name] += parts[name][0](study, rule)
     found |= {"published": published(study), "protection": protection(study)}
     measurements = {"summary": summary(study, found), **{name: study_pages.table(rows) for name, rows in found.items()}}
-    settings = dataclasses.asdict(study) | {"quick": study == CollisionStudy.quick()}
-    result = results.record("study collision", measurements, seeds=[SEED], settings=settings)
+    quick = study == CollisionStudy.quick()
+    settings, name = dataclasses.asdict(study) | {"quick": quick}, study_pages.study_name("collision", quick)
+    result = results.record(name, measurements, seeds=[SEED], settings=settings)
     results.write_json(Path(output) / "results.json", result)
     return result, study_pages.collision_page(result, Path(output))
 
@@ -287,7 +289,7 @@ def run_collision(study: CollisionStudy, output: str | Path, *, track: Track = i
 def summary(study: CollisionStudy, found: dict[str, Rows]) -> dict[str, float]:
     """The few numbers to remember: p_AB at the end, and how well the closed forms fit."""
     told = {
-        f"p_AB, {row['keys']}: {row['rule']}": row["p_AB"]
+        f"p_AB, {row['keys']}: {readable(row['rule'])}": row["p_AB"]
         for row in found["final"]
         if row["rule"] in SHOWN and row["frequent"] == study.frequent
     }

@@ -203,8 +203,9 @@ def run_correlation(study: CorrelationStudy, output: str | Path, *, track: Track
     measurements = {
         "summary": summary(study, rows), "cases": study_pages.table(rows), "overshoot": study_pages.table(overshoots),
     }  # fmt: skip
-    settings = dataclasses.asdict(study) | {"quick": study == CorrelationStudy.quick()}
-    result = results.record("study correlation", measurements, seeds=[SEED], settings=settings)
+    quick = study == CorrelationStudy.quick()
+    settings, name = dataclasses.asdict(study) | {"quick": quick}, study_pages.study_name("correlation", quick)
+    result = results.record(name, measurements, seeds=[SEED], settings=settings)
     results.write_json(Path(output) / "results.json", result)
     return result, study_pages.correlation_page(result, Path(output))
 

@@ -19,8 +19,33 @@ NAMES = {
     "rescaled": "matched N', evidence rescaled", "window": "exact window", "exact": "exact", "mean_field": "mean-field",
     "additive": "additive", "dense": "Bayesian, dense", "rank_1": "Bayesian, rank 1", "mesa": "Mesa (exact model)",
     "diagonal": "Bayesian, diagonal", "reset": "delta (reset)", "gated": "gated delta", "kda": "KDA",
-    "longhorn_elementwise": "Longhorn, elementwise", "mesa_forgetting": "Mesa, forgetting",
+    "longhorn_elementwise": "Longhorn, elementwise", "mesa_forgetting": "Mesa, forgetting", "longhorn": "Longhorn",
+    "gaussian": "full Gaussian", "rank_0": "Bayesian, rank 0 (isotropic)", "window_asked": "exact window",
 }  # fmt: skip
+DASHES: dict[str, Any] = {  # of rules whose curves lie on those of others
+    "rank_1": (0, (4, 4)), "mesa": (0, (1, 2)), "mesa_forgetting": (0, (4, 2, 1, 2)), "gated": (0, (4, 4)),
+    "kda": (0, (1, 2)),
+}  # fmt: skip
+HEADINGS = {
+    "p_AB": "p_AB", "closed": "p_AB, closed form", "simulated": "p_AB, simulated", "step": "tokens",
+    "retrieved_B": "B retrieved", "retrieved_others": "others retrieved", "error_A": "distance from A's new value",
+    "error_B": "from B's value", "error_others": "from the others'", "load": "keys in the crowd",
+    "difference": "largest difference",
+}  # fmt: skip
+
+
+def readable(name: str) -> str:
+    """A rule, a belief or a column as people call it."""
+    if name in NAMES or name in HEADINGS:
+        return NAMES.get(name) or HEADINGS[name]
+    if name.endswith("_sd"):
+        return f"± {readable(name.removesuffix('_sd'))}"
+    if name.endswith("_forgetting"):
+        return f"{readable(name.removesuffix('_forgetting'))}, forgetting"
+    kind, _, number = name.partition("_")
+    if kind in ("rank", "block"):
+        return f"Bayesian, rank {number}" if kind == "rank" else f"Bayesian, blocks of {number}"
+    return name.replace("_", " ")
 
 
 def table(rows: Rows) -> dict[str, list[Any]]:
@@ -44,7 +69,8 @@ def draw_line(axes: Any, data: Rows, x: str, y: str, kind: str, *, label: str | 
     spread = [row.get(f"{y}_sd") or 0.0 for row in data]
     low, high = zip(*((m - s if m > s else m / 2, m + s) for m, s in zip(middle, spread, strict=True)), strict=True)
     colour = COLOURS[kind]
-    axes.plot(places, middle, color=colour, label=label or NAMES[kind], **({"marker": "o", "markersize": 3} | style))
+    style = {"marker": "o", "markersize": 3, "linestyle": DASHES.get(kind, "-")} | style
+    axes.plot(places, middle, color=colour, label=label or NAMES[kind], **style)
     axes.fill_between(places, low, high, color=colour, alpha=0.12, linewidth=0)
 
 
@@ -64,7 +90,14 @@ def add_figure(report: Report, figure: Any, axes: Any, caption: str, path: Path,
         for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
             entries.setdefault(label, handle)
     figure.tight_layout()
-    figure.legend(list(entries.values()), list(entries), loc="upper center", bbox_to_anchor=(0.5, 0.0), ncol=columns)
+    figure.legend(
+        list(entries.values()),
+        list(entries),
+        loc="upper center",
+        bbox_to_anchor=(0.5, 0.0),
+        ncol=columns,
+        handlelength=3,
+    )
     report.figure(figure, caption, save=path)
 
 
@@ -83,6 +116,11 @@ def log_axis(axis: Any, places: Sequence[float] = ()) -> None:
         axis.set_minor_locator(NullLocator())
 
 
+def study_name(name: str, quick: bool) -> str:
+    """What the result is called; the terminal shows it above the summary."""
+    return f"study {name}" + (" --quick (its numbers are not the findings)" if quick else "")
+
+
 def opening(report: Report, settings: dict[str, Any], text: str) -> None:
     if settings["quick"]:
         report.text(
@@ -93,11 +131,14 @@ def opening(report: Report, settings: dict[str, Any], text: str) -> None:
 
 
 def show_table(report: Report, data: Rows) -> None:
-    report.table([name.replace("_", " ") for name in data[0]], [list(row.values()) for row in data])
+    cells = [[readable(x) if name in ("rule", "belief") else x for name, x in row.items()] for row in data]
+    report.table([readable(name) for name in data[0]], cells)
 
 
 def show_summary(report: Report, told: dict[str, float]) -> None:
-    report.table(["measured", "value"], [[name.replace("_", " "), value] for name, value in told.items()])
+    """Names end in a rule or a belief, after a colon."""
+    parts = [(name.rpartition(": "), value) for name, value in told.items()]
+    report.table(["measured", "value"], [["".join([*head, readable(kind)]), value] for (*head, kind), value in parts])
 
 
 def show_facts(report: Report, result: dict[str, Any]) -> None:

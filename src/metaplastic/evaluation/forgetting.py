@@ -314,8 +314,9 @@ def run_forgetting(study: ForgettingStudy, output: str | Path, *, track: Track =
     measurements = {"summary": summary(study, found)} | {name: study_pages.table(rows) for name, rows in found.items()}
     windows = sorted({*study.windows, *study.varying, study.course})
     seeds = [seed for n in windows for seed in _seeds(n)]
-    settings = dataclasses.asdict(study) | {"quick": study == ForgettingStudy.quick()}
-    result = results.record("study forgetting", measurements, seeds=seeds, settings=settings)
+    quick = study == ForgettingStudy.quick()
+    settings, name = dataclasses.asdict(study) | {"quick": quick}, study_pages.study_name("forgetting", quick)
+    result = results.record(name, measurements, seeds=seeds, settings=settings)
     results.write_json(Path(output) / "results.json", result)
     return result, study_pages.forgetting_page(result, Path(output))
 

@@ -1,5 +1,6 @@
 """Plots and pages of the studies, drawn from their result records alone."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ from ..report import Report
 from .drawing import (
     COLOURS,
     NAMES,
+    Rows,
     add_figure,
     draw_line,
     grid,
@@ -16,10 +18,11 @@ from .drawing import (
     show_facts,
     show_summary,
     show_table,
+    study_name,
     table,
 )  # fmt: skip
 
-__all__ = ["collision_page", "correlation_page", "forgetting_page", "rows", "table"]
+__all__ = ["collision_page", "correlation_page", "forgetting_page", "rows", "study_name", "table"]
 _ASKED: dict[str, Any] = {"linestyle": "--", "marker": "s", "markersize": 4, "markerfacecolor": "white"}
 
 
@@ -190,8 +193,8 @@ def _rules(
 
 
 _KEEPS = {
-    "precision kept": ("dense", "rank_1", "mesa", "diagonal", "mean_field", "palimpsa"),
-    "no precision": ("dense", "reset", "gated", "kda", "longhorn_elementwise", "additive"),
+    "uncertainty kept": ("dense", "rank_1", "mesa", "diagonal", "mean_field", "palimpsa"),
+    "none kept\n(dense for comparison)": ("dense", "reset", "gated", "kda", "longhorn_elementwise", "additive"),
 }
 
 
@@ -201,78 +204,112 @@ def collision_page(result: dict[str, Any], output: Path) -> Path:
     report = Report("Two similar keys collide")
     text = (
         f"B is written {target} times, then the similar A {frequent} times (overlap {rho:g}). p_AB: how the answer to "
-        "B's key is shared between the two values; 0.5 is a tie, 0.731 a perfect answer. Aligned: keys on the axes, as "
-        f"published. Rotated: mean over {settings['rotations']} random rotations of them, the same for every rule; "
-        "bands are one standard deviation. Open circles are closed forms, without simulation."
+        "B's key is shared between the two values; 0.5 is a tie, 0.731 a perfect answer. Retrieved: the share of "
+        "rotations in which the right value is the largest of all six; others are the four keys orthogonal to A and B. "
+        f"Aligned: keys on the axes, as published. Rotated: mean over {settings['rotations']} random rotations of "
+        "them, the same for every rule; ± and bands are one standard deviation. Open circles are closed forms, without "
+        "simulation."
     )
     opening(report, settings, text)
     show_summary(report, measured["summary"])
+    alike = [row | {"apart": round(1 - row["overlap"], 6)} for row in rows(measured["overlaps"])]
+    last = max(row["step"] for row in rows(measured["course"]))
     views: dict[str, Any] = {
-        "course": ("p_AB after every token", measured["course"], "step", "tokens", {}),
-        "overlap": (f"p_AB after {frequent} writes of A", measured["overlaps"], "overlap", "rho, overlap of keys", {}),
+        "course": ("p_AB after every token", rows(measured["course"]), "step", "tokens"),
+        "overlap": (f"p_AB after {frequent} writes of A", alike, "apart", "1 - rho (keys more alike to the right)"),
     }
     for few in settings["targets"]:
-        views[f"repetitions-{few}"] = (
-            f"p_AB after A is written again and again; B was written {few} times", measured["repetitions"], "frequent",
-            "writes of A", {"target": few},
-        )  # fmt: skip
-    for name, (title, stored, x, label, where) in views.items():
+        title = f"p_AB after A is written again and again; B was written {few} times"
+        views[f"repetitions-{few}"] = title, rows(measured["repetitions"], target=few), "frequent", "writes of A"
+    for name, (title, data, x, label) in views.items():
         report.heading(title)
         figure, axes = grid(2, 2)
         for panels, (kept, shown) in zip(axes, _KEEPS.items(), strict=True):
             for panel, keys in zip(panels, ("aligned", "rotated"), strict=True):
-                for rule in shown:
-                    data = rows(stored, rule=rule, keys=keys, **where)
-                    draw_line(panel, data, x, "p_AB", rule, marker="")
-                    known = [(row[x], row["closed_p_AB"]) for row in data if row.get("closed_p_AB") is not None]
-                    if known:
-                        panel.plot(*zip(*known, strict=True), "o", color=COLOURS[rule], markerfacecolor="none")
-                    if known and panel is axes[-1, -1]:
-                        panel.plot([], [], "o", color="#57606a", markerfacecolor="none", label="closed form")
-                panel.axhline(0.5, color="#8c959f", linestyle=":", linewidth=1)
+                _collided(panel, [row for row in data if row["keys"] == keys], x, shown)
                 panel.set(xlabel=label, ylabel="p_AB", ylim=(-0.03, 1.03), title=f"{keys} keys, {kept}")
                 if x == "frequent":
                     log_axis(panel.xaxis, settings["repetitions"])
-        add_figure(report, figure, axes, f"{title}, with keys on the axes and rotated.", output / f"{name}.png")
+                elif x == "apart":
+                    least = min(row["apart"] for row in data)
+                    log_axis(panel.xaxis, [tick for tick in (1, 0.5, 0.2, 0.1, 0.05, 0.02, 0.01) if tick >= least])
+                    panel.invert_xaxis()
+                else:
+                    _spans(panel, {"B": (last - frequent - target, last - frequent), "A": (last - frequent, last)})
+        caption = f"{title}, with keys on the axes (left) and rotated (right). Dotted: a tie."
+        add_figure(report, figure, axes, caption, output / f"{name}.png")
     report.heading("Every rule at the end")
-    columns = ("rule", "keys", "p_AB", "p_AB_sd", "retrieved_A", "retrieved_B", "retrieved_others", "difference")
+    columns = ("rule", "keys", "p_AB", "p_AB_sd", "retrieved_B", "retrieved_others", "difference")
     show_table(report, [{name: row[name] for name in columns} for row in rows(measured["final"], frequent=frequent)])
-    report.text("Difference: the largest of any answer from its closed form, over all rotations.")
+    report.text(
+        "Largest difference: of any answer from its closed form, over all rotations, relative to the largest answer; "
+        "None where there is no closed form."
+    )
     report.heading("The published numbers, and what the filter makes of the overlap")
     show_table(report, rows(measured["published"]))
     report.text(
         "Effective overlap: the share of A's error that reaches B's answer, once A has been written long enough. A "
-        "reset has rho. First: as A's run begins; late: after it, when A changes its value."
+        "reset has rho. First: as A's run begins; late: after it, when A changes its value. Gain: of A's next write."
     )
     show_table(report, rows(measured["protection"]))
     report.heading("A changes its value")
     figure, axes = grid(2, 3)
-    errors = {"error_A": "error of A, new value", "error_B": "error of B", "error_others": "error of the others"}
-    titles = {"first": "before its long run", "late": "after its long run"}
+    errors = {
+        "error_A": "distance of A's answer\nfrom its new value", "error_B": "distance of B's answer\nfrom its value",
+        "error_others": "distance of the others'\nanswers from theirs",
+    }  # fmt: skip
     for panels, (what, label) in zip(axes, errors.items(), strict=True):
-        for panel, (when, title) in zip(panels, titles.items(), strict=True):
+        for panel, (when, title) in zip(panels, {"first": "before", "late": "after"}.items(), strict=True):
             for rule in ("dense", "rank_1", "mesa", "mesa_forgetting", "diagonal", "mean_field", "reset"):
                 data = rows(measured["switch"], rule=rule, when=when, keys="rotated")
                 draw_line(panel, data, "step", what, rule, marker="")
-            panel.set(xlabel="writes of the new value", ylabel=label, title=title)
+            panel.set(xlabel="writes of the new value", ylabel=label, title=f"A changes {title} its run")
             log_axis(panel.xaxis, [n for n in settings["repetitions"] if n <= frequent])
             panel.set(ylim=(-0.05, 1.65))
     caption = (
         "Distance of the answers from the values after A's value has changed, before or after its run; keys rotated. "
         "Palimpsa's distances are beyond this scale."
     )
-    add_figure(report, figure, axes, caption, output / "switch.png", columns=4)
-    report.text("The dense filter with other process noises, A's value changed after its long run:")
+    add_figure(report, figure, axes, caption, output / "switch.png")
+    report.text(
+        "The dense filter with other process noises, A's value changed after its run, keys rotated: distance of the "
+        f"answers from the values after {frequent} writes of the new one:"
+    )
     late = rows(measured["switch_by_drift"], when="late", keys="rotated", step=frequent)
-    columns = ("process_noise", "step", "error_A", "error_B", "error_others")
+    columns = ("process_noise", "error_A", "error_B", "error_others")
     show_table(report, [{name: row[name] for name in columns} for row in late])
     report.heading("Other key sizes and noise: p_AB at the end, keys rotated")
     columns = ("rule", "key_size", "noise", "p_AB", "p_AB_sd", "retrieved_B")
     others = rows(measured["other_sizes"], keys="rotated")
     show_table(report, [{name: row[name] for name in columns} for row in others])
     report.heading("A crowd of random keys")
+    report.text(
+        f"Random keys and values in {settings['crowd_key_size']} dimensions, {settings['crowd_passes']} passes. Error: "
+        "of the answers, relative; retrieved: the share of keys whose nearest value by angle is the right one."
+    )
     show_table(report, rows(measured["crowd"]))
     report.text("The dense filter with other process noises:")
     show_table(report, rows(measured["crowd_by_drift"]))
     show_facts(report, result)
     return report.write(output / "index.html")
+
+
+def _collided(panel: Any, data: Rows, x: str, shown: Sequence[str]) -> None:
+    """p_AB of these rules, closed forms as open circles, and the tie."""
+    for rule in shown:
+        ours = [row for row in data if row["rule"] == rule]
+        draw_line(panel, ours, x, "p_AB", rule, marker="")
+        known = [(row[x], row["closed_p_AB"]) for row in ours if row.get("closed_p_AB") is not None]
+        if known:
+            panel.plot(*zip(*known, strict=True), "o", color=COLOURS[rule], markerfacecolor="none")
+        if known and rule == shown[-1]:
+            panel.plot([], [], "o", color="#57606a", markerfacecolor="none", label="closed form")
+    panel.axhline(0.5, color="#8c959f", linestyle=":", linewidth=1)
+
+
+def _spans(panel: Any, runs: dict[str, tuple[int, int]]) -> None:
+    """Shades what is written when."""
+    for shade, (name, (begin, end)) in zip(("#f3f5f7", "#e4e8ed"), runs.items(), strict=True):
+        panel.axvspan(begin + 0.5, end + 0.5, color=shade, zorder=0, linewidth=0)
+        panel.text((begin + end) / 2, 1.07, f"{name} written", ha="center", fontsize=9, color="#57606a")
+    panel.set(ylim=(-0.03, 1.16))

@@ -16,6 +16,7 @@ it the correction of what was already known (:mod:`.mean_field`).
 import torch
 from torch import Tensor
 
+from .checks import check_axes, check_tensors
 from .design import Approximation, Belief
 
 
@@ -63,6 +64,8 @@ def both(first: Approximation, second: Approximation) -> Approximation:
 
 def reset(variance: Tensor) -> Approximation:
     """Before every token the covariance is variance_t I, variance [B, T, H], whatever was learnt."""
+    check_tensors(variance=variance)
+    check_axes("variance", variance, "B, T, H")
 
     def before(t: int, predicted: Belief) -> Belief:
         identity = torch.eye(predicted.mean.shape[-1], dtype=variance.dtype, device=variance.device)
@@ -76,6 +79,8 @@ def restore(prior: Tensor, keep: str) -> Approximation:
     """After every token the precisions are the prior's [H, N]; ``keep``: "mean" (delta) or "information" (additive)."""
     if keep not in ("mean", "information"):
         raise ValueError(f'keep: got {keep!r}, expected "mean" or "information"')
+    check_tensors(prior=prior)
+    check_axes("prior", prior, "H, N")
 
     def after(predicted: Belief, updated: Belief) -> Belief:
         variance = (1 / prior)[:, None].expand_as(updated.mean)

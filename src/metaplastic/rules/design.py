@@ -26,6 +26,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .checks import check_axes, check_broadcast, check_inputs, check_tensors
+
 
 class Belief(NamedTuple):
     """Mean ``[B, H, V, N]`` and covariance ``[B, H, V, N, N]`` of every column (batch, heads, columns, their size)."""
@@ -50,12 +52,14 @@ class DesignModel(NamedTuple):
 
 def regression(transition: Transition, q: Tensor, k: Tensor, v: Tensor, noise: Tensor) -> DesignModel:
     """Every column sees its value under the key: q, k [B, T, H, N], v [B, T, H, V], noise [B, T, H] or [B, T, H, V]."""
+    check_tensors(q=q, k=k, v=v, noise=noise)
     noise = noise if noise.dim() == v.dim() else noise[..., None]
     return DesignModel(transition, k[..., None, None, :], noise[..., None, None], v[..., None], q[..., None, :])
 
 
 def drift(matrix: Tensor, noise: Tensor) -> Transition:
     """A_t and Q_t as given, ``[B, T, H, N, N]`` each, for all columns."""
+    check_tensors(matrix=matrix, noise=noise)
     if matrix.dim() != 5 or matrix.shape != noise.shape:
         raise ValueError(f"matrix, noise: got {[*matrix.shape]}, {[*noise.shape]}, expected twice [B, T, H, N, N]")
     return lambda t, covariance: (matrix[:, t, :, None], noise[:, t, :, None])
@@ -67,6 +71,9 @@ def temper(g: Tensor, prior: Tensor) -> Transition:
     With W = (alpha I + (1 - alpha) P diag(prior))^{-1} this is the transition A = alpha W, Q = (1 - alpha) W (alpha P +
     P diag(prior) P) W^T: its A P A^T + Q is the inverse of alpha P^{-1} + (1 - alpha) diag(prior).
     """
+    check_tensors(g=g, prior=prior)
+    check_axes("g", g, "B, T, H")
+    check_axes("prior", prior, "H, N")
 
     def transition(t: int, covariance: Tensor) -> tuple[Tensor, Tensor]:
         alpha = g[:, t, :, None, None, None].exp()
@@ -90,7 +97,9 @@ EXACT = Approximation("exact")
 
 
 def init_state(batch: int, heads: int, columns: int, size: int, *, prior_variance: Tensor) -> Belief:
-    """Mean 0 and independent elements; prior_variance broadcastable to [H, V, N]."""
+    """Mean 0 and independent elements; prior_variance, a tensor, broadcastable to [H, V, N], gives the dtype."""
+    check_tensors(prior_variance=prior_variance)
+    check_broadcast("prior_variance", prior_variance, (heads, columns, size), "H, V, N")
     variance = prior_variance.expand(heads, columns, size).expand(batch, heads, columns, size)
     return Belief(torch.zeros_like(variance), torch.diag_embed(variance))
 
@@ -110,7 +119,9 @@ def update(state: Belief, seen: Tensor, noise: Tensor, value: Tensor) -> Belief:
 
 def step(state: Belief, model: DesignModel, t: int, approximation: Approximation = EXACT) -> Belief:
     """Token t of the model: transition, write, and what the approximation keeps."""
-    predicted = predict(state, *model.transition(t, state.covariance))
+    matrix, added = model.transition(t, state.covariance)
+    check_tensors(**{"state.covariance": state.covariance, "transition's A": matrix, "transition's Q": added})
+    predicted = predict(state, matrix, added)
     if predicted.covariance.shape != state.covariance.shape:
         found, expected = [*predicted.covariance.shape], [*state.covariance.shape]
         raise ValueError(f"transition: got a covariance {found}, expected {expected} as in the state")
@@ -126,16 +137,9 @@ def readout(state: Belief, q: Tensor) -> tuple[Tensor, Tensor]:
 
 def scan(model: DesignModel, state: Belief, approximation: Approximation = EXACT) -> tuple[Tensor, Tensor, Belief]:
     """Token by token over ``[B, T, H, ...]``: read-out mean and variance ``[B, T, H, V]`` and the final belief."""
-    batch, heads, columns, size = state.mean.shape
-    length, number = model.query.shape[1], model.value.shape[-1]
-    tails = {"seen": (number, size), "noise": (number, number), "value": (number,), "query": (size,)}
-    for name, tail in tails.items():
-        found = tuple(getattr(model, name).shape)
-        if found not in [(batch, length, heads, n, *tail) for n in (1, columns)]:
-            expected = [batch, length, heads, f"1 or {columns}", *tail]
-            raise ValueError(f"{name}: got {[*found]}, expected {expected} for a state of {columns} columns of {size}")
+    check_inputs({name: x for name, x in model._asdict().items() if name != "transition"}, *state)
     means, variances = [state.mean[:, None, ..., 0][:, :0]], [state.mean[:, None, ..., 0][:, :0]]
-    for t in range(length):
+    for t in range(model.query.shape[1]):
         state = step(state, model, t, approximation)
         mean, variance = readout(state, model.query[:, t])
         means.append(mean[:, None])
