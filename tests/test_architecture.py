@@ -5,7 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import metaplastic
+from metaplastic.layers import MIXERS
 
 ROOT = Path(__file__).resolve().parents[1]
 HEAVY = ("transformers", "triton", "fla", "numba", "lm_eval", "matplotlib", "typer", "rich", "datasets", "tokenizers")
@@ -29,6 +32,14 @@ def test_import_is_light():
 
 def test_the_command_line_answers_before_pytorch_is_loaded():
     assert python("import sys, metaplastic.cli; print('torch' in sys.modules)") == "False"
+
+
+def test_the_package_is_the_command_too():
+    run = [sys.executable, "-m", "metaplastic", "--version"]
+    assert (
+        subprocess.run(run, capture_output=True, text=True, check=True).stdout
+        == f"metaplastic {metaplastic.__version__}\n"
+    )
 
 
 def test_public_names():
@@ -59,6 +70,21 @@ def test_readme_code_runs():
     for block in blocks:
         assert len(block.strip().splitlines()) <= 12
         python(block)
+
+
+@pytest.mark.parametrize("mixer", [name for name in MIXERS if name != "attention"])
+def test_readme_code_is_for_every_memory(mixer, capsys):
+    """The name of the mixer is all that has to be changed in it."""
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    assert block.count('mixers="palimpsa_d"') == 1
+    exec(block.replace('mixers="palimpsa_d"', f"mixers={mixer!r}"), {})
+    assert str(MIXERS[mixer].memory_type._fields) in capsys.readouterr().out
+
+
+def test_readme_names_every_mixer():
+    text = (ROOT / "README.md").read_text()
+    assert all(f"`{name}`" in text for name in MIXERS)
+    assert all(f"`{kind.__name__}`" in text for kind in MIXERS.values())
 
 
 def test_readme_tree_is_true():

@@ -23,5 +23,6 @@ def test_one_page_with_everything_in_it(tmp_path):
     assert "<figcaption>Another line</figcaption>" in page
     assert "&lt;b&gt;" in page
     assert "0.1235" in page
+    assert '<div class="wide"><table>' in page and "</table></div>" in page and ".wide { overflow-x: auto; }" in page
     assert "12,345" in page
     assert not re.findall(r'(?:src|href)="(?!data:)', page)  # nothing is loaded from elsewhere

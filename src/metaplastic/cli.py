@@ -16,7 +16,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from .cli_bench import bench
+from .cli_data import data
 from .terminal import Groups, KeySize, Mixer, Output, ValueSize, check_text, console, make_folder, number, print_table
+from .terminal import quiet_transformers as _quiet_transformers
 
 app = typer.Typer(
     help="Sequence layers whose fixed-size memory knows how sure it is of what it holds.",
@@ -24,10 +27,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-bench = typer.Typer(help="Measure speed and memory on this machine.", no_args_is_help=True)
-app.add_typer(bench, name="bench")
 study = typer.Typer(help="Studies of the mathematics, on exact models small enough to solve.", no_args_is_help=True)
 app.add_typer(study, name="study")
+app.add_typer(data, name="data")
+app.add_typer(bench, name="bench")
 logger = logging.getLogger("metaplastic")
 
 
@@ -65,17 +68,6 @@ def main() -> None:
         sys.exit(130)
 
 
-def _quiet_transformers() -> None:
-    os.environ.setdefault("DATASETS_VERBOSITY", "critical")  # read when datasets is imported, which is later, if at all
-    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-    from huggingface_hub.utils import logging as hub_logging
-    from transformers.utils import logging as transformers_logging
-
-    hub_logging.set_verbosity_error()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()  # of loading and writing files; training has its own
-
-
 @app.command()
 def train(
     files: Annotated[
@@ -101,6 +93,9 @@ def train(
     eval_split: Annotated[str | None, typer.Option(help="Its split to evaluate on. None: set some aside.")] = None,
     held_out_documents: Annotated[int, typer.Option(help="Documents of the dataset kept for evaluation.")] = 200,
     shuffle_window: Annotated[int, typer.Option(help="Blocks of the dataset that are shuffled together.")] = 2048,
+    data: Annotated[
+        str | None, typer.Option(help="Instead of files: a folder of shards (`metaplastic data tokenise`).")
+    ] = None,
     held_out: Annotated[float, typer.Option(help="Share of documents kept for evaluation.")] = 0.05,
     hidden_size: int = 128,
     layers: int = 4,
@@ -269,30 +264,6 @@ def doctor() -> None:
         console.print(f"[red]{escape(line)}[/red]")
         raise typer.Exit(1)
     console.print(f"all {checked} configurations are right")
-
-
-@bench.command("ops")
-def bench_ops(
-    output: Output = Path("runs/bench-ops"),
-    decode: Annotated[bool, typer.Option(help="Also time a decode step of a 170M model (needs 2 GB).")] = True,
-) -> None:
-    """The operators against their token loops, and a 170M decode step against the additive rule."""
-    make_folder(output)
-    _quiet_transformers()
-    from . import results
-    from .evaluation import speed
-
-    measured = {}
-    for name, measure in speed.OPERATORS.items():
-        with console.status(f"timing {name}"):
-            measured[name] = measure()
-        print_table(name, *speed.operator_rows(measured[name]))
-    if decode:
-        with console.status("timing a decode step of the 170M model"):
-            measured["decode"] = speed.bench_decode()
-        print_table("A decode step", *speed.decode_rows(measured["decode"]))
-    path = results.write_json(output / "results.json", results.record("bench ops", measured, seeds=[0, 1], settings={}))
-    console.print(f"results: {path}")
 
 
 STUDIES = {  # NAME: module evaluation.NAME has NameStudy and run_NAME

@@ -15,7 +15,7 @@ table { border-collapse: collapse; margin: 1rem 0; } th, td { padding: .3rem .8r
 th { text-align: left; } td.number { text-align: right; font-variant-numeric: tabular-nums; }
 pre { background: #f6f8fa; padding: .8rem; overflow-x: auto; white-space: pre-wrap; } img { max-width: 100%; }
 figure { margin: 1rem 0; } figcaption { color: #57606a; font-size: .9rem; }
-details { margin-top: 2rem; color: #57606a; }
+details { margin-top: 2rem; color: #57606a; } .wide { overflow-x: auto; }
 """
 
 
@@ -42,7 +42,8 @@ class Report:
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         head = "".join(f"<th>{html.escape(str(c))}</th>" for c in columns)
         body = "".join(f"<tr>{''.join(_cell(c) for c in row)}</tr>" for row in rows)
-        self._parts.append(f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>")
+        table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        self._parts.append(f'<div class="wide">{table}</div>')  # may be wider than the page
 
     def figure(self, figure: Any, caption: str, *, save: str | Path | None = None) -> None:
         """Embeds a matplotlib figure as PNG over its caption, read aloud in its stead; ``save`` also writes a file."""

@@ -22,6 +22,17 @@ Output = Annotated[Path, typer.Option("--output", "-o", help="Folder for everyth
 console = Console()
 
 
+def quiet_transformers() -> None:
+    os.environ.setdefault("DATASETS_VERBOSITY", "critical")  # read when datasets is imported, which is later, if at all
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    from huggingface_hub.utils import logging as hub_logging
+    from transformers.utils import logging as transformers_logging
+
+    hub_logging.set_verbosity_error()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()  # of loading and writing files; training has its own
+
+
 def make_folder(output: Path) -> None:
     """Makes the output folder first: a place that cannot be written to is found before anything is computed."""
     if output.exists() and not output.is_dir():

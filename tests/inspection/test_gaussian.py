@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from metaplastic import inspection, rules
+from metaplastic.inspection.kinds import Delta, Gaussian, Spread
+from metaplastic.inspection.replay import LayerMemory
 from metaplastic.models import MetaplasticConfig, MetaplasticForCausalLM
 from metaplastic.ops.bayesian.chunked import Plan
 from metaplastic.rules import GaussianState
@@ -81,7 +83,7 @@ def test_equals_brute_force(options, case):
     model, given = build("bayesian", **OPTIONS[options]), arguments(case)
     if case == "continued":
         given["cache"] = model(tokens(2, 9), use_cache=True).cache
-    found = inspection.mamba2_limit(model, **given)
+    found = inspection.memories(model, **given)
     calls = catch(model, lambda: model(**given))
     (layer,) = found
     assert layer.limit is None and layer.strength is None
@@ -91,9 +93,9 @@ def test_equals_brute_force(options, case):
 def test_any_chunking_and_any_split_through_a_cache(monkeypatch):
     """Per token the same; the spectra are those of the states that calls leave."""
     model, ids = build("bayesian"), tokens(2, 40)
-    (whole,) = inspection.mamba2_limit(model, ids)
+    (whole,) = inspection.memories(model, ids)
     monkeypatch.setattr(Plan, "size", lambda *a: 7)
-    (chunked,) = inspection.mamba2_limit(model, ids)
+    (chunked,) = inspection.memories(model, ids)
     cache = None
     with torch.no_grad(), inspection.watch(model) as memory:
         for piece in ids.split([17, 1, 1, 21], 1):
@@ -111,7 +113,7 @@ def test_any_chunking_and_any_split_through_a_cache(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_lower_precision(dtype):
     model, ids = build("bayesian", dtype=dtype), tokens(2, 100)
-    (layer,) = inspection.mamba2_limit(model, ids)
+    (layer,) = inspection.memories(model, ids)
     (calls,) = catch(model, lambda: model(ids)).values()
     expected, _ = brute_force(calls)
     for name in ("uncertainty", "gain", "known"):
@@ -150,7 +152,7 @@ def test_the_delta_rule_has_a_window_and_a_strength():
     model, ids = build("gated_deltanet"), tokens(3, 30)
     mask = torch.ones(3, 30, dtype=torch.long)
     mask[0, :20] = 0
-    (layer,) = inspection.mamba2_limit(model, ids, mask)
+    (layer,) = inspection.memories(model, ids, mask)
     (((mixer, x, _, kwargs),),) = catch(model, lambda: model(ids, attention_mask=mask)).values()
     gates = mixer.gates(x, **kwargs)
     assert (layer.note, layer.tokens, layer.gain) == ("", 70, None)
@@ -159,31 +161,89 @@ def test_the_delta_rule_has_a_window_and_a_strength():
             torch.testing.assert_close(a, b, rtol=1e-9, atol=0)
 
 
+def test_a_row_is_what_its_heads_have():
+    """Three heads, each the largest in another quantity: a range of each, and no sentence about a head of no layer."""
+
+    def over_heads(*median):
+        values = torch.tensor(median, dtype=torch.float64)
+        return Spread(values / 2, values, values * 2, values * 3)
+
+    measures = {
+        "uncertainty": over_heads(0.977, 0.339, 0.5),
+        "gain": over_heads(0.25, 0.25, 0.25),
+        "known": over_heads(0, 27, 3),
+        "condition": over_heads(1, 12345.6, 999.7),
+        "window": over_heads(1.5, 5301, float("inf")),
+    }
+    row = inspection.summary_row(LayerMemory("layer", "BayesianLayer", 9, "", Gaussian, measures))
+    told = "uncertainty 0.339 to 0.977, gain 0.25, known 0 to 27, condition 1 to 12,346"
+    assert row == ["layer", "BayesianLayer", told, "1.5 to inf"]
+
+
+def test_shares_above_one_are_drawn_whole():
+    layer = LayerMemory("layer", "GatedDeltaNet", 9, "", Delta, {"strength": Spread(*torch.tensor([[0.5, 1.75]] * 4))})
+    (axes, *_) = inspection.figure([layer]).axes
+    assert axes.images[0].get_clim() == (0, 1.75) and axes.images[0].get_array().tolist() == [[0.5, 1.75]]
+
+
+def test_attention_alone(tmp_path):
+    model = build("attention")
+    (layer,) = inspection.memories(model, tokens(2, 7))
+    assert (layer.tokens, layer.window, layer.measures) == (14, None, {})
+    assert inspection.legend([layer]) == ""
+    inspection.figure([layer]).savefig(io.BytesIO())
+    model = MetaplasticForCausalLM(
+        MetaplasticConfig(vocab_size=258, hidden_size=8, num_hidden_layers=1, mixers="attention")
+    )
+    html = inspection.inspect_text(model, byte_tokenizer(), "the memory knows", tmp_path)[1].read_text()
+    assert "no fixed memory to be sure of" in html and "The window N" not in html and "Heads</h2>" not in html
+
+
 def test_a_page_for_every_kind_of_memory(tmp_path):
-    names = ["palimpsa_d", "bayesian", "gated_deltanet"]
+    names = ["palimpsa_d", "bayesian", "gated_deltanet", "attention"]
     sizes = {"num_heads": 2, "key_size": 4, "value_size": 6}
     options = {name: sizes | ({"noise_groups": 3} if name == "bayesian" else {}) for name in names}
     torch.manual_seed(0)
     model = MetaplasticForCausalLM(
         MetaplasticConfig(
-            vocab_size=258, hidden_size=12, num_hidden_layers=3, mixers=names, mixer_options=options
+            vocab_size=258, hidden_size=12, num_hidden_layers=4, mixers=names, mixer_options=options
         )
     )  # fmt: skip
     layers, page = inspection.inspect_text(model, byte_tokenizer(), "the memory knows", tmp_path)
     drawing = inspection.figure(layers)
-    panels = {axes.get_title(): axes.images[0].get_array() for axes in drawing.axes if axes.images}
-    gain = panels["gain k P k / (r2 + k P k), median over tokens"]
-    assert gain[1].tolist() == pytest.approx(layers[1].gain.median.log10().flatten().tolist())  # group after group
-    assert gain[0].mask.all() and len(panels) == 5
+    panels = {axes.get_title().split()[0]: axes for axes in drawing.axes if axes.get_title()}
+    assert list(panels) == ["largest", "uncertainty", "gain", "write", "memory"]
+    grids = {name: axes.images[0].get_array() for name, axes in panels.items()}
+    for name, layer, words in (("gain", 1, "gain"), ("uncertainty", 1, "uncertainty"), ("write", 2, "strength")):
+        shares = layers[layer].measures[words].median.flatten().tolist()  # group after group
+        assert grids[name].tolist() == [pytest.approx(shares)]  # no row for a layer without it
+        assert panels[name].images[0].get_clim() == (0, 1)
+    assert grids["memory"].shape == (3, 2) and grids["largest"].shape == (1, 2)
+    labels = [[label.get_text() for label in axes.get_yticklabels()] for axes in panels.values()]
+    assert labels[1] == labels[2] == ["1  BayesianLayer"] and labels[3] == ["2  GatedDeltaNet"]
+    assert labels[4] == ["0  PalimpsaD", "1  BayesianLayer", "2  GatedDeltaNet"]
+    assert [label.get_text() for label in panels["gain"].get_xticklabels()] == [
+        "0.0",
+        "0.1",
+        "0.2",
+        "1.0",
+        "1.1",
+        "1.2",
+    ]
     drawing.savefig(io.BytesIO())
     stored = json.loads((tmp_path / "results.json").read_text())["measurements"]["layers"]
     assert stored[1]["gain"]["median"] == layers[1].gain.median.tolist() and stored[0]["gain"] is None
     told = [inspection.summary_row(layer)[2] for layer in layers]
-    assert told[0].startswith("limit ") and told[2].startswith("strength 0.")
-    assert [part.split()[0] for part in told[1].split(", ")] == ["uncertainty", "gain", "known", "condition"]
-    legend = inspection.legend(layers)
-    assert all(f"{word}: " in legend for word in ("limit", "window", "gain", "first gain", "known", "strength"))
-    assert "gain" not in inspection.legend(layers[:1])
+    assert told[3] == layers[3].note == "keeps its tokens: no fixed memory to be sure of"
+    words = [["limit", "ratio"], ["uncertainty", "gain", "known", "condition"], ["strength"]]
+    assert [[part.split()[0] for part in told[i].split(", ")] for i in range(3)] == words
+    for i, layer in enumerate(layers):  # no line for what the table above it does not have
+        lines = inspection.legend(layers[i : i + 1]).splitlines()
+        assert [line.split(":")[0] for line in lines] == ([] if i == 3 else [*words[i], "window"]), layer
     html = page.read_text()
+    mixers, heads = html.split("<h2>Heads</h2>")
+    others = ("first gain", "stationary", "prior", "limit, median")
+    assert not any(f"<p>{word}: " in mixers for word in others) and all(f"<p>{word}: " in heads for word in others)
+    assert mixers.count("<p>gain: ") == 1 and "<p>gain: " not in heads
     assert ">1.2</td>" in html and f">{float(layers[1].gain.median[1, 2]):.4g}<" in html
     assert "tr(P) / (K p0)" in html

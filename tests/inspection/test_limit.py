@@ -63,7 +63,7 @@ def test_equals_brute_force(name, case):
         cache = model(tokens(2, 9), use_cache=True).cache
         given["cache"] = cache
         before = fork_cache(cache)
-    found = inspection.mamba2_limit(model, **given)
+    found = inspection.memories(model, **given)
     if case == "continued":  # the caller's cache is not moved on
         for a, b in zip(cache.layers, before.layers, strict=True):
             assert torch.equal(a.recurrent_states[1], b.recurrent_states[1])
@@ -81,9 +81,9 @@ def test_small_pieces_of_the_same_text(name, monkeypatch):
     from metaplastic.inspection import kinds
 
     model, ids = build(name), tokens(2, 40)
-    (whole,) = inspection.mamba2_limit(model, ids)
+    (whole,) = inspection.memories(model, ids)
     monkeypatch.setattr(kinds, "chunk_size", lambda elements, device: 7)
-    (chunked,) = inspection.mamba2_limit(model, ids)
+    (chunked,) = inspection.memories(model, ids)
     cache = None
     with torch.no_grad(), inspection.watch(model) as memory:
         for piece in ids.split([17, 1, 1, 21], 1):
@@ -97,7 +97,7 @@ def test_small_pieces_of_the_same_text(name, monkeypatch):
         written = model.generate(ids, max_new_tokens=5, min_new_tokens=5, do_sample=False)
     (generated,) = memory.report()
     assert generated.tokens == 2 * 44  # the last token written is never read
-    (expected,) = inspection.mamba2_limit(model, written[:, :-1])
+    (expected,) = inspection.memories(model, written[:, :-1])
     torch.testing.assert_close(generated.limit, expected.limit, rtol=1e-10, atol=0)
 
 
@@ -110,7 +110,7 @@ def flat(layer):
 def test_lower_precision(name, dtype):
     """Gates in the model's dtype, the replay in float32."""
     model, ids = build(name, dtype=dtype), tokens(2, 100)
-    (layer,) = inspection.mamba2_limit(model, ids)
+    (layer,) = inspection.memories(model, ids)
     (calls,) = catch(model, lambda: model(ids)).values()
     check(layer, calls, tolerance=2e-4)  # J is summed in float32; the window's brute force cancels in float64
 
@@ -118,7 +118,7 @@ def test_lower_precision(name, dtype):
 @pytest.mark.parametrize("name", ADDITIVE)
 def test_an_additive_rule_has_a_window_and_no_precision(name):
     model, ids = build(name), tokens(2, 30)
-    (layer,) = inspection.mamba2_limit(model, ids)
+    (layer,) = inspection.memories(model, ids)
     assert layer.note == "additive: no precision"
     assert layer.limit is layer.limit_median is layer.ratio is None
     (((mixer, x, _, _),),) = catch(model, lambda: model(ids)).values()
@@ -134,7 +134,7 @@ def test_decays_per_key_and_mixers_without_gates(monkeypatch):
     g = -torch.rand(1, 10, 3, 4, dtype=torch.float64)
     monkeypatch.setattr(first, "gates", lambda *a, **k: AdditiveGates(None, None, None, g))
     monkeypatch.setattr(second, "gates", None)
-    a, b = inspection.mamba2_limit(model, ids)
+    a, b = inspection.memories(model, ids)
     torch.testing.assert_close(a.window.largest, (1 / (1 - g.exp())).amax((0, 1, 3)), rtol=1e-12, atol=0)
     assert b.window is None
 
@@ -145,7 +145,7 @@ def test_infinite_windows_and_a_memory_that_never_forgets():
     with torch.no_grad():
         mixer.A_log[0] = -math.inf  # g = 0
         mixer.A_log[1] = 20.0  # alpha = 0
-    (layer,) = inspection.mamba2_limit(model, tokens(1, 50))
+    (layer,) = inspection.memories(model, tokens(1, 50))
     assert layer.window.median[:2].tolist() == [math.inf, 1.0]
     assert layer.window.low[2] < layer.window.largest[2] < math.inf
     (((_, x, _, _),),) = catch(model, lambda: model(tokens(1, 50))).values()
@@ -161,7 +161,7 @@ def test_the_model_is_left_as_it_was(training):
     model.lm_head.weight.grad = torch.ones_like(model.lm_head.weight)
     before, expected = copy.deepcopy(model.state_dict()), model(ids).logits.detach()
     modules = list(model.modules())
-    found = inspection.mamba2_limit(model, ids)
+    found = inspection.memories(model, ids)
     with inspection.watch(model) as memory:  # gradients flow through a watched call as ever
         assert torch.equal(model(ids).logits, expected)
         model(ids, labels=ids, use_cache=False).loss.backward()
@@ -177,7 +177,7 @@ def test_the_model_is_left_as_it_was(training):
 def test_hooks_go_when_something_fails():
     model = build("palimpsa_d")
     with pytest.raises(ValueError, match="attention_mask"):
-        inspection.mamba2_limit(model, tokens(2, 5), torch.ones(2, 4))
+        inspection.memories(model, tokens(2, 5), torch.ones(2, 4))
 
     def fail():
         with inspection.watch(model):
@@ -201,7 +201,7 @@ class Wrapper(nn.Module):
 
 def test_wrapped_models_and_other_libraries_around_our_layers():
     model, ids = build("palimpsa_d"), tokens(2, 12)
-    (expected,) = inspection.mamba2_limit(model, ids)
+    (expected,) = inspection.memories(model, ids)
     wrapped = Wrapper(model)
     with torch.no_grad(), inspection.watch(wrapped) as memory:
         wrapped(ids)
@@ -217,13 +217,13 @@ def test_wrapped_models_and_other_libraries_around_our_layers():
         def forward(self, input_ids):
             return self.mixer(self.embed(input_ids))[0]
 
-    (found,) = inspection.mamba2_limit(Host(), ids)
+    (found,) = inspection.memories(Host(), ids)
     assert found.name == "mixer" and found.tokens == 24
 
 
 def test_a_compiled_model():
     model, ids = build("palimpsa_d").eval(), tokens(2, 12)
-    (expected,) = inspection.mamba2_limit(model, ids)
+    (expected,) = inspection.memories(model, ids)
     compiled = torch.compile(model.model, backend="eager")
     with torch.no_grad():
         compiled(ids, use_cache=False)
@@ -235,14 +235,14 @@ def test_a_compiled_model():
 
 def test_errors():
     with pytest.raises(ValueError, match="must contain a mixer of metaplastic.layers, got a Linear"):
-        inspection.mamba2_limit(nn.Linear(2, 2), torch.zeros(1, 2))
+        inspection.memories(nn.Linear(2, 2), torch.zeros(1, 2))
     with inspection.watch(build("palimpsa_d", "mamba2")) as memory, pytest.raises(ValueError, match="none of its 2"):
         memory.report()
 
 
 def test_no_tokens():
     model = build("palimpsa_d")
-    (layer,) = inspection.mamba2_limit(model, tokens(2, 5), torch.zeros(2, 5, dtype=torch.long))
+    (layer,) = inspection.memories(model, tokens(2, 5), torch.zeros(2, 5, dtype=torch.long))
     assert layer.tokens == 0 and layer.limit is None and layer.window is None
 
 
@@ -253,7 +253,7 @@ def test_no_tokens():
 def test_the_limit_bounds_the_distance_to_the_additive_rule(name):
     """|M / (prior + J) - M / prior| <= max(J / prior) |M / prior|: for every term of every answer, and it is near."""
     model, ids = build(name), tokens(2, 60)
-    (layer,) = inspection.mamba2_limit(model, ids)
+    (layer,) = inspection.memories(model, ids)
     (((mixer, x, _, _),),) = catch(model, lambda: model(ids)).values()
     gates = mixer.gates(x)
     # Answers whose terms are all positive, so that the bound of the terms is that of their sum.
@@ -281,7 +281,7 @@ def test_the_additive_limit_is_reached_by_evidence_and_not_by_forgetting():
         mixer.prior_log.zero_()
 
     def measure():
-        (layer,) = inspection.mamba2_limit(model, ids)
+        (layer,) = inspection.memories(model, ids)
         (((_, x, _, _),),) = catch(model, lambda: model(ids)).values()
         with torch.no_grad():
             gates = mixer.gates(x)
@@ -305,7 +305,7 @@ def test_the_additive_limit_is_reached_by_evidence_and_not_by_forgetting():
         with torch.no_grad():
             mixer.A_log.fill_(decay)
         held.append(measure())
-    windows = inspection.mamba2_limit(model, ids)[0].window
+    windows = inspection.memories(model, ids)[0].window
     assert (windows.largest == 1).all()  # alpha is 0: everything but the last token is forgotten
     for limit, distance in held:
         assert (limit > 0.05).all() and (distance > 0.02).all()
@@ -318,7 +318,7 @@ def test_the_monitor_rises_with_the_dial(name):
     rising = []
     for dial in (0.0, 0.01, 0.1, 1.0, 10.0):
         with plasticity.set_plasticity(model, dial):
-            (layer,) = inspection.mamba2_limit(model, ids)
+            (layer,) = inspection.memories(model, ids)
         rising.append(torch.stack([layer.limit, layer.limit_median, layer.ratio.median]))
     assert not rising[0].any()
     assert all((b > a).all() for a, b in itertools.pairwise(rising))

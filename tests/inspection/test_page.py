@@ -38,7 +38,7 @@ def test_reads_a_text_in_pieces_and_writes_what_it_saw(model, tmp_path, monkeypa
     text = "the memory knows — how sure it is <b>"
     layers, index = inspection.inspect_text(model, byte_tokenizer(), text, tmp_path / "out", title="a <model>")
     ids = torch.tensor([list(text.encode())])
-    expected = inspection.mamba2_limit(model, ids)
+    expected = inspection.memories(model, ids)
     for a, b in zip(layers, expected, strict=True):
         assert (a.name, a.kind, a.tokens, a.note) == (b.name, b.kind, b.tokens, b.note)
         torch.testing.assert_close(a.window.median, b.window.median, rtol=1e-4, atol=0)
@@ -61,6 +61,8 @@ def test_reads_a_text_in_pieces_and_writes_what_it_saw(model, tmp_path, monkeypa
     assert f'<img alt="{inspection.CAPTION}"' in html
     assert "the whole text" in html and "additive: no precision" in html
     assert f" to {float(layers[0].limit.max()):.3g}, ratio " in html
+    windows = layers[2].window.median
+    assert f"<td>{windows.min():.3g} to {windows.max():.3g}</td>" in html
     assert f">{float(layers[2].limit[2]):.4g}<" in html
     assert (tmp_path / "out" / "memory.png").read_bytes().startswith(b"\x89PNG")
 
@@ -78,31 +80,31 @@ def test_only_the_beginning_is_read_and_the_page_says_so(model, tmp_path):
 
 def test_the_figure_has_every_head_in_its_cell(model):
     plasticity.set_plasticity(model, {"model.layers.0.mixer": torch.tensor([0.0, 1.0])})
-    layers = inspection.mamba2_limit(model, torch.randint(256, (1, 20)))
+    layers = inspection.memories(model, torch.randint(256, (1, 20)))
     drawing = inspection.figure(layers)
     limit, window = (axes.images[0].get_array().filled(math.nan) for axes in drawing.axes[:2])
-    assert limit.shape == (3, 3) and window.shape == (3, 4)
+    assert limit.shape == (2, 3) and window.shape == (3, 4)
     assert limit[0, 0] == -12 and limit[0, 1] == pytest.approx(math.log10(layers[0].limit[1]))
-    assert math.isnan(limit[0, 2]) and all(map(math.isnan, limit[1]))
+    assert math.isnan(limit[0, 2]) and limit[1].tolist() == pytest.approx(layers[2].limit.log10().tolist())
     assert window[1].tolist() == pytest.approx(layers[1].window.median.log10().tolist())
     drawing.savefig(io.BytesIO())  # warnings are errors
     assert [axes.get_ylabel() for axes in drawing.axes[2:]] == ["log10 of the limit", "log10 of N in tokens"]
-    assert [label.get_text() for label in drawing.axes[0].get_yticklabels()] == [
-        "0  PalimpsaD", "1  Mamba2", "2  PalimpsaM",
-    ]  # fmt: skip
+    labels = [[label.get_text() for label in axes.get_yticklabels()] for axes in drawing.axes[:2]]
+    assert labels == [["0  PalimpsaD", "2  PalimpsaM"], ["0  PalimpsaD", "1  Mamba2", "2  PalimpsaM"]]
 
 
 def test_a_model_without_any_precision_still_draws(model):
-    layers = inspection.mamba2_limit(model, torch.randint(256, (1, 20)))[1:2]
+    layers = inspection.memories(model, torch.randint(256, (1, 20)))[1:2]
     inspection.figure(layers).savefig(io.BytesIO())
     row = inspection.summary_row(layers[0])
-    assert row[2] == "additive: no precision" and row[3] in layers[0].window.median.tolist()
+    windows = layers[0].window.median
+    assert row[2:] == ["additive: no precision", f"{windows.min():.3g} to {windows.max():.3g}"]
 
 
 def test_json_has_no_infinity(model):
     with torch.no_grad():
         model.model.layers[0].mixer.A_log.fill_(-math.inf)
-    layers = inspection.mamba2_limit(model, torch.randint(256, (1, 20)))
+    layers = inspection.memories(model, torch.randint(256, (1, 20)))
     stored = inspection.as_dict(layers[0])
     assert stored["window"]["median"] == [None, None]
     json.dumps(stored, allow_nan=False)
@@ -135,7 +137,7 @@ def test_the_command(model, tmp_path, monkeypatch):
             result = run(cli.app, ["inspect", str(tmp_path / "saved"), *source, *out])
             assert result.exit_code == 0, result.output
             assert "PalimpsaM" in result.output and "additive: no precision" in result.output
-            assert "median over tokens, then heads" in " ".join(result.output.split())
+            assert "median over tokens, least to largest head" in " ".join(result.output.split())
             record = json.loads((tmp_path / "out" / "results.json").read_text())
             assert record["settings"]["model"] == "saved" and record["settings"]["tokens"] == 16
         for source in ([], [str(tmp_path / "a.txt"), "--text", "b"]):

@@ -48,7 +48,8 @@ def catch(model, run):
                 if state is not None:
                     memory = type(state.memory)(*(s.detach().clone() for s in state.memory))
                     kept = MixerState(state.convolution.detach().clone(), memory)
-                calls.setdefault(_name, []).append((_module, x, kept, dict(kwargs)))
+                rows = {name: x for name, x in kwargs.items() if name in ("mask", "cu_seqlens")}  # what gates take
+                calls.setdefault(_name, []).append((_module, x, kept, rows))
                 return originals[_name](*args, **kwargs)
 
             originals[name], module.forward = module.forward, forward

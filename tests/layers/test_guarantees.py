@@ -9,7 +9,7 @@ import itertools
 import pytest
 import torch
 
-from metaplastic import rules
+from metaplastic import ops, rules
 from metaplastic.layers import MIXERS
 from metaplastic.rules import AdditiveState, DeltaState, GaussianState, PalimpsaState
 
@@ -291,7 +291,7 @@ def test_inductor_compiles_training(kind):
 def test_gates_replay_the_memory(kind):
     """gates(x) are the rule's inputs: scanning the rule over them gives the layer's own memory."""
     layer, x = make(kind), inputs()
-    gates, named = layer._arguments(layer.gates(x))
+    named = layer.gates(x)._asdict()
     named.pop("prior_variance", None)  # it is in the initial state
     rule = {
         PalimpsaState: rules.palimpsa,
@@ -299,9 +299,33 @@ def test_gates_replay_the_memory(kind):
         DeltaState: rules.delta,
         GaussianState: rules.bayesian,
     }[layer.memory_type]
-    _, _, state = rule.scan(*gates, layer.init_state(2).memory, layer.scale, **named)
+    _, _, state = rule.scan(**named, state=layer.init_state(2).memory, scale=layer.scale)
     for a, b in zip(state, layer(x)[1].memory, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("continued", [False, True])
+def test_one_way_to_ask_how_sure(kind, continued, monkeypatch):
+    """The operator by the names of the gates and with the layer's scale reads what the layer itself reads."""
+    layer, x = make(kind), inputs()
+    state = layer(inputs(seed=1))[1] if continued else None
+    operator, reads = getattr(ops, layer.operator), []
+
+    def spy(*args, **kwargs):
+        reads.append(operator(*args, **kwargs))
+        return reads[0]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ops, layer.operator, spy)
+        layer(x, state)
+    start = {} if state is None else {"initial_state": state.memory}
+    read = operator(**layer.gates(x, state)._asdict(), scale=layer.scale, output_variance=True, **start)
+    (own,) = reads
+    torch.testing.assert_close(read.output, own.output, rtol=0, atol=1e-12)
+    for a, b in zip(read.state, own.state, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+    assert read.variance.shape[:3] == (*x.shape[:2], layer.num_heads) and (read.variance > 0).all()
 
 
 @pytest.mark.parametrize("kind", KINDS)

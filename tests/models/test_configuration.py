@@ -27,7 +27,7 @@ from .conftest import config
         ({"mixer_options": {"palimpsa_d": 2}}, "mixer_options must be a dictionary: .* got {'palimpsa_d': 2}"),
         (
             {"mixer_options": {"palimpsa_d": {"backend": "numpy"}}},
-            "backend of mixer 'palimpsa_d' must be one of 'auto', .*'reference', got 'numpy'",
+            "backend of mixer 'palimpsa_d' must be one of 'auto', .*'reference'.*, got 'numpy'",
         ),
         (
             {"mixer_options": {"palimpsa_d": {"num_heads": 2}, "mamba2": {"num_heads": 2}}},
@@ -50,6 +50,14 @@ from .conftest import config
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings must be True or False, got 'yes'"),
         ({"use_cache": None}, "use_cache must be True or False, got None"),
         ({"pad_token_id": "0"}, "pad_token_id must be an integer or None, got '0'"),
+        (
+            {"hidden_size": 16, "mixer_options": {"palimpsa_d": {"num_heads": 3}}},
+            "num_heads of mixer 'palimpsa_d' must divide hidden_size = 16 where key_size and value_size are not both "
+            "given, got 3",
+        ),
+        ({"mixer_options": {"palimpsa_d": {"num_heads": 3, "value_size": 5}}}, "must divide hidden_size = 16 .* got 3"),
+        ({"mixer_options": {"palimpsa_d": {"num_heads": 32}}}, "must divide hidden_size = 16 .* got 32"),
+        ({"mixer_options": {"palimpsa_d": {"num_heads": 0}}}, "num_heads of .* must be an integer >= 1, got 0"),
         ({"eos_token_id": [1, "2"]}, r"eos_token_id must be an integer, a list of integers or None, got \[1, '2'\]"),
     ],
 )
@@ -73,6 +81,14 @@ def test_a_file_there_and_back(kind, tmp_path):
     assert second.mixers == first.mixers
     second.save_pretrained(tmp_path / "again")
     assert (tmp_path / "again" / "config.json").read_text() == (tmp_path / "config.json").read_text()
+
+
+def test_sizes_of_heads_that_do_not_divide_are_given():
+    sizes = {"num_heads": 3, "key_size": 5, "value_size": 7}
+    made = config("mamba2", mixer_options={"mamba2": sizes})
+    assert {name: made.mixer_arguments(0)[name] for name in sizes} == sizes
+    made = config("mamba2", hidden_size=12, mixer_options={"mamba2": {"num_heads": 8, "key_size": 2}})
+    assert made.mixer_arguments(0)["value_size"] == 3  # 2 * 12 / 8
 
 
 def test_the_options_given_stay_the_callers():

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from metaplastic.layers import MIXERS
-from metaplastic.models import size
+from metaplastic.models import MetaplasticForCausalLM, size
 
 from .test_size import PUBLISHED, published
 
@@ -19,12 +19,18 @@ def test_the_code_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     blocks = re.findall(r"```python\n(.*?)```", PAGE, re.S)
-    assert len(blocks) == 11
+    assert len(blocks) == 12
     names = {}
     for block in blocks:
         exec(block, names)
     assert names["several"].shape == (4, 48)
     assert names["merged"].lm_head.weight.shape == (50, 32)
+    mixers = [block.mixer for block in MetaplasticForCausalLM(names["pair"]).model.layers]
+    for mixer in mixers:
+        memory = sum(x.nbytes for x in mixer.init_state(1).memory) // mixer.num_heads
+        assert f"a head's memory takes {memory:,} bytes in either" in PAGE
+    told = " and ".join(f"{sum(p.numel() for p in mixer.parameters()):,}" for mixer in mixers)
+    assert f"the layers have {told} parameters" in PAGE
 
 
 @pytest.mark.parametrize(("name", "millions"), [pair for pair in PUBLISHED if pair[0] in MIXERS])

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from datasets import Dataset
+from safetensors.torch import load_file
 from transformers import (
     DataCollatorForLanguageModeling,
     DataCollatorWithFlattening,
@@ -14,6 +15,7 @@ from transformers import (
     default_data_collator,
 )
 from transformers.utils import find_labels
+from transformers.utils import logging as transformers_logging
 
 from metaplastic.models import MetaplasticForCausalLM
 
@@ -90,6 +92,28 @@ def test_evaluation_and_the_best_model(name, tmp_path):
     assert min(found) < before
     assert run.state.best_metric == min(found)
     assert run.evaluate()["eval_loss"] == pytest.approx(min(found), rel=1e-6)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_loading_the_best_model_misses_nothing(tied, tmp_path, caplog, monkeypatch):
+    """A tied output layer is not in the files, and not missing either; what really is missing is still told of."""
+    monkeypatch.setattr(transformers_logging.get_logger("transformers"), "propagate", True)
+    data, model = rows((8, 8)).map(lambda row: {"labels": row["input_ids"]}), make(tie_word_embeddings=tied)
+    run = trainer(
+        model, tmp_path, data, default_data_collator, eval_strategy="steps", eval_steps=2, save_steps=2,
+        load_best_model_at_end=True,
+    )  # fmt: skip
+    run.train()
+    assert "missing keys" not in caplog.text
+    saved = load_file(next(tmp_path.glob("checkpoint-*")) / "model.safetensors")
+    assert ("lm_head.weight" in saved) is not tied
+    wrapped = torch.nn.ModuleDict({"module": model})
+    inside = {f"module.{name}": x for name, x in saved.items()}
+    assert not model.load_state_dict(saved).missing_keys and not wrapped.load_state_dict(inside).missing_keys
+    del saved["model.norm.weight"], saved["model.embed_tokens.weight"]
+    lost = ["model.embed_tokens.weight", "model.norm.weight", *["lm_head.weight"] * tied]
+    assert model.load_state_dict(saved, strict=False).missing_keys == lost
+    assert make(tie_word_embeddings=not tied).load_state_dict(saved, strict=False).missing_keys
 
 
 def test_predictions_are_logits_alone(tmp_path):

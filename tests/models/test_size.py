@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -10,7 +11,7 @@ from metaplastic.layers import MIXERS
 from metaplastic.models import MetaplasticForCausalLM, ModelSize, size
 from metaplastic.models.size import MEMORY_FLOPS, describe
 
-from .conftest import OPTIONS, config, make, states, tokens
+from .conftest import OPTIONS, WINDOW, config, make, states, tokens
 
 
 @pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": False}, {"intermediate_size": 10}])
@@ -35,7 +36,12 @@ def test_state_bytes_are_those_of_a_cache(kind, dtype):
     model, ids = make(kind).to(dtype), tokens(3, 4)
     cache = model(ids, use_cache=True).cache
     found = size(model.config)
-    assert sum(x.nbytes for x in states(cache)) == 3 * (found.state_bytes(dtype) + 4 * found.bytes_per_token(dtype))
+    assert sum(x.nbytes for x in states(cache)) == 3 * found.state_bytes(dtype, tokens=4)
+    cache = model(tokens(1, 30), use_cache=True).cache  # longer than the window
+    assert sum(x.nbytes for x in states(cache)) == found.state_bytes(dtype, tokens=30)
+    memories = [x for layer in cache.layers for x in layer.recurrent_states.values() if x is not None]
+    fixed = "attention" not in model.config.mixers
+    assert not fixed or sum(x.nbytes for x in memories) == found.memory_bytes(dtype)
 
 
 def elementwise(name):
@@ -126,10 +132,38 @@ def test_what_attention_sees():
     assert (found.activations_per_token, found.positions_per_token) == (2 * 2 * 8, 2)
     cache, ids = model(tokens(1, 12), use_cache=True).cache, tokens(1, 1)
     assert sum(x.nbytes for x in states(cache)) == 12 * found.bytes_per_token()
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
+    assert found.attention_per_token == 2 * 4 * 2 * (5 + 3)
+    model = make("attention", mixer_options={"attention": options["attention"] | {"value_size": 5}})  # none is padded
+    cache, found = model(tokens(1, 12), use_cache=True).cache, size(model.config)
+    plain = sdpa_kernel(SDPBackend.MATH)  # the counter sees nothing of PyTorch's own kernel for CPUs
+    with FlopCounterMode(display=False) as counter, torch.no_grad(), plain:
         model(ids, cache=cache)
     assert counter.get_total_flops() == found.matrix_products + 13 * found.attention_per_token
-    assert dict(describe(model.config))["  attention: per token seen"] == f"{found.attention_per_token:,}"
+
+
+def test_growth_is_told_with_its_end():
+    """By what, up to how many tokens, and the whole then; nothing of it where nothing grows."""
+    options = {"num_heads": 4, "num_key_heads": 2, "key_size": 5, "value_size": 3}  # 2 layers (16 numbers, a position)
+    for window, end in ((None, ""), (17, ", up to 16 tokens: 2.3 KB")):
+        made = make("attention", mixer_options={"attention": options | {"window": window}})
+        rows, found = dict(describe(made.config)), size(made.config)
+        assert rows["state of a sequence (float32 model)"] == f"grows by 144 B per token seen{end}"
+        assert "  memory" not in rows and "  convolution" not in rows
+        flops = ("FLOPs per token, forward or decode", found.forward_flops, 128), (
+            "FLOPs per token, training", found.training_flops, 384
+        )  # fmt: skip
+        for row, fixed, each in flops:
+            last = f", up to 17 tokens: {fixed + 17 * each:,}" if window else ""
+            assert rows[row] == f"{fixed:,}, grows by {each} per token seen{last}"
+    rows, found = dict(describe(config("mixed"))), size(config("mixed"))
+    last = f"up to {WINDOW - 1} tokens: {found.state_bytes(tokens=99) / 1000:.1f} KB"
+    told = f"{found.state_bytes() / 1000:.1f} KB, grows by {found.bytes_per_token()} B per token seen, {last}"
+    assert rows["state of a sequence (float32 model)"] == told
+    rows, found = dict(describe(config(), "bfloat16")), size(config())
+    memory, convolution = 4 * found.memory_state, 2 * found.convolution_state
+    assert rows["state of a sequence (bfloat16 model)"] == f"{(memory + convolution) / 1000:.1f} KB"
+    assert rows["  memory"] == f"{memory / 1000:.1f} KB" and rows["  convolution"] == f"{convolution} B"
+    assert not any("token seen" in value for value in rows.values())
 
 
 def test_a_rule_without_a_cost(monkeypatch):

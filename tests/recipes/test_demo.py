@@ -23,6 +23,7 @@ def test_demo(tmp_path):
     html = page.read_text()
     assert "Palimpsa-D" in html and "One setting and one seed" in html
     assert "its numbers are not the findings" in html and result["settings"]["quick"] is True
+    assert re.search(r"<td>limit \S+ to \S+, ratio \S+ to \S+</td><td>\S+ to \S+</td>", html)  # over heads
     assert len(set(re.findall('<img alt="(.*?)"', html))) == 3
     assert any("queries right" in line for line in said)
     (layer,) = result["measurements"]["memory"]

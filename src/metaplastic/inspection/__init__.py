@@ -1,9 +1,9 @@
 """Looking at memory: recomputed from ``mixer.gates``, never by flags inside the layers. See ``docs/inspection.md``."""
 
 from .kinds import Spread
-from .limit import mamba2_limit
 from .page import CAPTION, SUMMARY, as_dict, figure, inspect_text, legend, summary_row
 from .replay import LayerMemory, Watch, watch
+from .run import memories
 
 __all__ = [
     "CAPTION",
@@ -15,7 +15,7 @@ __all__ = [
     "figure",
     "inspect_text",
     "legend",
-    "mamba2_limit",
+    "memories",
     "summary_row",
     "watch",
 ]

@@ -31,6 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..layers.attention import AttentionState
 from ..ops.bayesian.chunked import Plan
 from ..ops.bayesian.frame import Frame
 from ..ops.chunks import Chunks, chunk_size, segment_sums
@@ -53,10 +54,10 @@ class Measure(NamedTuple):
     """A quantity of a kind of memory, and how a person is told about it."""
 
     name: str
-    legend: str  # a line for tables; "" for one that another line explains
+    legend: str  # a line for tables
     columns: dict[str, str]  # in the table of heads: part of the Spread ("" for a plain tensor) -> title
-    panel: str = ""  # title in the figure, drawn in log10; "": not drawn
-    scale: str = ""  # of the figure's colours, in words
+    panel: str = ""  # title in the figure; "": not drawn
+    scale: str = ""  # of the figure's colours, which are log10, in words; "": a share, drawn from 0 to 1
     drawn: str = ""  # the part of the Spread that is drawn
     brief: bool = True  # whether the line that sums a mixer up names it
 
@@ -70,7 +71,8 @@ class Call(NamedTuple):
     cu_seqlens: Tensor | None
 
 
-_MEDIANS = "median over tokens, then heads"
+_HEADS = "least to largest head"
+_MEDIANS = f"median over tokens, {_HEADS}"
 _QUARTILES = {"low": "lower quartile", "median": "median", "high": "upper quartile"}
 WINDOW = Measure(
     "window",
@@ -120,8 +122,7 @@ class Delta(Kind):
             f"strength: beta, which share of its error about a key it corrects; {_MEDIANS}.",
             {part: f"strength, {words}" for part, words in _QUARTILES.items()},
             "write strength beta, median over tokens",
-            "log10 of beta",
-            "median",
+            drawn="median",
         ),
         WINDOW,
     )
@@ -129,6 +130,11 @@ class Delta(Kind):
     def look(self, call: Call) -> None:
         super().look(call)
         self.add("strength", call.gates.beta[call.keep])
+
+
+class Attention(Kind):
+    note = "keeps its tokens: no fixed memory to be sure of"
+    measures = ()
 
 
 class Palimpsa(Kind):
@@ -141,13 +147,18 @@ class Palimpsa(Kind):
     measures = (
         Measure(
             "limit",
-            "limit: max |I - prior| / prior, least to largest head; far below 1 the memory is the additive rule "
-            "(Mamba2).",
+            f"limit: max |I - prior| / prior over all elements and tokens, {_HEADS}; far below 1 the memory is the "
+            "additive rule (Mamba2).",
             {"": "limit, largest"},
             "largest |I - prior| / prior",
             "log10 of the limit",
         ),
-        Measure("limit_median", "", {"": "limit, median"}, brief=False),
+        Measure(
+            "limit_median",
+            "limit, median: of all elements and tokens, where the limit is the largest.",
+            {"": "limit, median"},
+            brief=False,
+        ),
         Measure(
             "ratio",
             f"ratio: (I_max - I_min) / I_min, how differently its elements resist change; {_MEDIANS}.",
@@ -213,37 +224,35 @@ class Gaussian(Kind):
             f"uncertainty: tr(P) / (K p0), the variance that is left of its prior's; {_MEDIANS}.",
             {part: f"uncertainty, {words}" for part, words in _QUARTILES.items()},
             "uncertainty tr(P) / (K p0), median over tokens",
-            "log10 of the uncertainty",
-            "median",
+            drawn="median",
         ),
         Measure(
             "gain",
             f"gain: k P k / (r2 + k P k), which share of its error about a key it corrects; {_MEDIANS}.",
             {part: f"gain, {words}" for part, words in _QUARTILES.items()},
             "gain k P k / (r2 + k P k), median over tokens",
-            "log10 of the gain",
-            "median",
+            drawn="median",
         ),
         Measure(
             "first_gain",
-            f"first gain: the same if nothing were known; {_MEDIANS}.",
+            "first gain: what the gain would be if nothing were known.",
             {"median": "first gain, median"},
             brief=False,
         ),
         Measure(
             "known",
             "known: how many of the K directions have less than half the prior's variance when a call (2,048 tokens "
-            "here) ends; median over calls, then heads.",
+            f"here) ends; median over calls, {_HEADS}.",
             {"median": "known, median"},
         ),
         Measure(
             "condition",
-            "condition: largest over smallest variance of a direction then; median over calls, then heads.",
+            f"condition: largest over smallest variance of a direction then; median over calls, {_HEADS}.",
             {"median": "condition, median", "largest": "condition, largest"},
         ),
         Measure(
             "stationary",
-            f"stationary: l2 / (1 - a^2), the variance of a direction that is never observed; {_MEDIANS}.",
+            "stationary: l2 / (1 - a^2), the variance of a direction that is never observed.",
             {"median": "stationary, median"},
             brief=False,
         ),
@@ -311,9 +320,12 @@ class Gaussian(Kind):
 
 
 KINDS: dict[type, type[Kind]] = {
-    AdditiveState: Additive, PalimpsaState: Palimpsa, DeltaState: Delta, GaussianState: Gaussian
+    AdditiveState: Additive, PalimpsaState: Palimpsa, DeltaState: Delta, GaussianState: Gaussian,
+    AttentionState: Attention,
 }  # fmt: skip
-MEASURES: dict[str, Measure] = {m.name: m for kind in (Palimpsa, Gaussian, Delta) for m in kind.measures}
+MEASURES: dict[str, Measure] = {
+    m.name: m for m in (*Palimpsa.measures[:-1], *Gaussian.measures[:-1], *Delta.measures[:-1], WINDOW)
+}
 
 
 def _per_head(x: Tensor) -> Tensor:

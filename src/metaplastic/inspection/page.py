@@ -19,10 +19,8 @@ from .replay import LayerMemory, watch
 _PIECE = 2048  # tokens fed at once: activations stay small, the memory goes on through the cache
 SUMMARY = ("mixer", "kind", "memory", "window")
 CAPTION = (
-    "Every head of every mixer (and group of one head after the other, where it has noise groups). The limit says how "
-    "far its surest element is above the prior (0 on the scale: as much evidence as the prior holds), the uncertainty "
-    "which share of its variance is left, gain and strength which share of an error one token corrects, the window "
-    "over how many tokens it forgets. Grey: no such quantity."
+    "Every head of every mixer that has the quantity (as head.group where it has noise groups). "
+    "Grey: no such head, or a window without an end."
 )
 _LEAST = 1e-12  # what exactly 0 is drawn as
 
@@ -92,30 +90,43 @@ def _part(layer: LayerMemory, measure: Measure, part: str) -> Tensor | None:
 
 
 def figure(layers: Sequence[LayerMemory]) -> Any:
-    """A matplotlib figure: log10 of what the memories of ``layers`` have, layer by head; grey where there is none."""
+    """A matplotlib figure, a panel for every quantity: the layers that have it by their heads.
+
+    Shares are drawn from 0 to 1 (to their largest, where that is above), other quantities in log10.
+    """
     from matplotlib.figure import Figure
 
-    panels = [m for m in MEASURES.values() if m.panel and (m == WINDOW or any(m in x.memory.measures for x in layers))]
-    lines, columns = -(-len(panels) // 2), min(2, len(panels))
-    drawing = Figure(figsize=(5.5 * columns, lines * (1.6 + 0.3 * len(layers))), layout="constrained")
-    places = drawing.subplots(lines, columns, squeeze=False).flatten()
+    panels = []
+    for measure in MEASURES.values():
+        parts = [(i, _part(m, measure, measure.drawn)) for i, m in enumerate(layers)] if measure.panel else []
+        if rows := {i: part for i, part in parts if part is not None}:
+            panels.append((measure, rows))
+    columns = 2 if len(panels) > 1 else 1
+    lines = [1.6 + 0.3 * max(len(rows) for _, rows in panels[i : i + columns]) for i in range(0, len(panels), columns)]
+    drawing = Figure(figsize=(5.5 * columns, sum(lines) or 1.6), layout="constrained")
+    if not panels:
+        drawing.text(0.5, 0.5, "nothing to draw: no memory of a fixed size", ha="center", va="center")
+        return drawing
+    places = drawing.subplots(len(lines), columns, squeeze=False, height_ratios=lines).flatten()
     for axes in places[len(panels) :]:
         axes.remove()
-    for axes, measure in zip(places, panels, strict=False):
-        rows = [_part(m, measure, measure.drawn) for m in layers]
-        axes.set(title=measure.panel, xlabel="head", ylabel="mixer", facecolor="#d8dee4")
-        axes.set_yticks(range(len(layers)), [f"{i}  {m.kind}" for i, m in enumerate(layers)])
-        heads = max((row.numel() for row in rows if row is not None), default=1)
-        grid = np.full((len(layers), heads), np.nan)
-        for i, row in enumerate(rows):
-            if row is not None:
-                grid[i, : row.numel()] = row.flatten().clamp(min=_LEAST).log10().nan_to_num(posinf=math.nan)
-        axes.set_xticks(range(0, heads, max(1, heads // 8)))
-        if np.isfinite(grid).any():
-            drawing.colorbar(axes.imshow(grid, aspect="auto", interpolation="nearest"), ax=axes, label=measure.scale)
-        else:
-            axes.imshow(grid, aspect="auto", vmin=0, vmax=1)
-            axes.text(0.5, 0.5, "no such quantity", transform=axes.transAxes, ha="center", va="center")
+    for axes, (measure, rows) in zip(places, panels, strict=False):
+        axes.set(xlabel="head", ylabel="mixer", facecolor="#d8dee4")
+        axes.set_title(measure.panel, fontsize="medium")
+        axes.set_yticks(range(len(rows)), [f"{i}  {layers[i].kind}" for i in rows])
+        heads = max(row.numel() for row in rows.values())
+        grid = np.full((len(rows), heads), np.nan)
+        for i, row in enumerate(rows.values()):
+            grid[i, : row.numel()] = (row.clamp(min=_LEAST).log10() if measure.scale else row).flatten()
+        grid[~np.isfinite(grid)] = np.nan
+        groups = max(row.shape[1] if row.dim() > 1 else 1 for row in rows.values())
+        ticks = range(0, heads, max(1, heads // 8))
+        axes.set_xticks(ticks, [str(at) if groups == 1 else f"{at // groups}.{at % groups}" for at in ticks])
+        known = grid[np.isfinite(grid)]
+        ends = (None, None) if measure.scale and known.size else (0, max([1.0, *known]))
+        image = axes.imshow(grid, aspect="auto", interpolation="nearest", vmin=ends[0], vmax=ends[1])
+        if known.size:
+            drawing.colorbar(image, ax=axes, label=measure.scale)
     return drawing
 
 
@@ -124,12 +135,13 @@ def _write_page(layers: Sequence[LayerMemory], record: dict[str, Any], output: P
     page = Report(f"Memory of {settings['model']}")
     of = "the whole text" if settings["whole_text"] else "the beginning of a longer text"
     kinds = list(dict.fromkeys(m.memory for m in layers))
+    has_windows = any(m.window is not None for m in layers)
     page.text(
         " ".join(
             [
                 f"{settings['tokens']:,} tokens read: {of}.",
                 *(kind.about for kind in kinds if kind.about),
-                "The window N = 1 / (1 - alpha) is how many tokens it forgets over.",
+                *["The window N = 1 / (1 - alpha) is how many tokens a head forgets over."] * has_windows,
             ]
         )
     )
@@ -138,36 +150,44 @@ def _write_page(layers: Sequence[LayerMemory], record: dict[str, Any], output: P
     page.table(SUMMARY, [summary_row(m) for m in layers])
     for line in legend(layers).splitlines():
         page.text(line)
-    page.heading("Heads")
-    for kind in kinds:
-        titles = [title for m in kind.measures for title in m.columns.values()]
-        page.table(["mixer", "head", *titles], [row for m in layers if m.memory is kind for row in _head_rows(m)])
+    tables = {kind: [row for m in layers if m.memory is kind for row in _head_rows(m)] for kind in kinds}
+    if any(tables.values()):
+        page.heading("Heads")
+    for kind, rows in tables.items():
+        if rows:  # attention has none
+            page.table(["mixer", "head", *(title for m in kind.measures for title in m.columns.values())], rows)
+    for line in legend(layers, brief=False).splitlines():
+        page.text(line)
     page.facts(record)
     return page.write(output / "index.html")
 
 
-def legend(layers: Sequence[LayerMemory]) -> str:
-    """What the columns of ``SUMMARY`` mean for these memories, a line each."""
-    return "\n".join(m.legend for m in MEASURES.values() if m.legend and any(m in x.memory.measures for x in layers))
+def legend(layers: Sequence[LayerMemory], *, brief: bool = True) -> str:
+    """What ``summary_row`` says of these memories, a line each; not ``brief``: what only the table of heads has."""
+    found = [m for m in MEASURES.values() if any(m.name in x.measures for x in layers)]
+    return "\n".join(m.legend for m in found if m.brief == brief)
 
 
 def summary_row(layer: LayerMemory) -> list[Any]:
-    """The columns of ``SUMMARY``: a plain number's range over heads; medians over tokens, then heads; "" for none."""
+    """The columns of ``SUMMARY``. Of every quantity the range over heads of its median over tokens: one number of each
+    would be of different heads, and together of none."""
     told = [layer.note] if layer.note else []
     for measure in layer.memory.measures:
         found = layer.measures.get(measure.name)
         if measure.brief and measure != WINDOW and found is not None:
-            words = measure.name.replace("_", " ")
-            told.append(f"{words} {_middle(found):.3g}" if isinstance(found, Spread) else f"{words} {_range(found)}")
-    return [layer.name, layer.kind, ", ".join(told), "" if layer.window is None else _middle(layer.window)]
+            told.append(f"{measure.name.replace('_', ' ')} {_range(found)}")
+    return [layer.name, layer.kind, ", ".join(told), "" if layer.window is None else _range(layer.window)]
 
 
-def _middle(x: Spread) -> float:
-    return float(x.median.quantile(0.5, interpolation="lower"))
+def _range(x: Spread | Tensor) -> str:
+    x = x.median if isinstance(x, Spread) else x
+    least, largest = (_short(float(end)) for end in (x.min(), x.max()))
+    return least if least == largest else f"{least} to {largest}"
 
 
-def _range(x: Tensor) -> str:
-    return f"{x.min():.3g} to {x.max():.3g}"
+def _short(x: float) -> str:
+    """Three digits; thousands are whole and without an exponent."""
+    return f"{x:,.0f}" if 999.5 <= x < 1e7 else f"{x:.3g}"
 
 
 def _head_rows(layer: LayerMemory) -> list[list[Any]]:

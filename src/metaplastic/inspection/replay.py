@@ -86,16 +86,16 @@ class _Collected:
         """A forward pre-hook."""
         self.calls += 1
         call = inspect.signature(mixer.forward).bind(*args, **kwargs).arguments
-        if not callable(getattr(mixer, "gates", None)):
-            return
         x: Tensor = call["x"]
         state, mask, cu_seqlens = (call.get(n) for n in ("state", "mask", "cu_seqlens"))
         keep = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if mask is None else mask.bool()
         if cu_seqlens is not None:
             keep = inside_sequences(cu_seqlens, x.shape[1], x.device)[None]
         self.tokens += int(keep.sum())
+        if not callable(getattr(mixer, "gates", None)):
+            return
         memory = None if state is None else state.memory
-        self.memory.look(Call(mixer.gates(*args, **kwargs), memory, keep, cu_seqlens))
+        self.memory.look(Call(mixer.gates(x, state, mask=mask, cu_seqlens=cu_seqlens), memory, keep, cu_seqlens))
 
     def summary(self) -> LayerMemory:
         kind = type(self.memory)

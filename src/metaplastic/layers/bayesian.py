@@ -116,10 +116,6 @@ class BayesianLayer(DeltaNetBackbone):
         memory = rule.init_state(batch, self.num_heads, self.value_size, self.key_size, prior_variance=prior)
         return MixerState(self._empty_convolution(batch), memory)
 
-    def _arguments(self, gates: BayesianGates):
-        *inputs, prior_variance, rotation = gates
-        return tuple(inputs), {"prior_variance": prior_variance, "rotation": rotation}
-
     def _project(self, x, state, keep, cu_seqlens) -> Projected:
         q, k, v, convolution = self._queries_keys_values(x, state, keep, cu_seqlens)
         dtype = compute_dtype(x)  # decays, noises and angles are at least float32, whatever the activations

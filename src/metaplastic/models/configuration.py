@@ -34,8 +34,8 @@ class MetaplasticConfig(PreTrainedConfig):
         num_hidden_layers: number of blocks (norm, mixer, residual, and norm, MLP, residual if there is an MLP).
         mixers: one mixer name per layer, or a single name for all (``metaplastic.layers.MIXERS`` lists them).
         mixer_options: mixer name -> keyword arguments of its class, e.g. ``{"palimpsa_d": {"num_heads": 16}}``.
-            num_heads defaults to 4, key_size to hidden_size // num_heads, value_size to the same (twice that for
-            mamba2 and palimpsa_m).
+            num_heads defaults to 4, key_size to hidden_size / num_heads, value_size to the same (twice that for
+            mamba2 and palimpsa_m); what does not divide has to be given.
         intermediate_size: width of the SwiGLU MLP; None leaves the MLP out.
         norm_eps: of every RMS norm.
         initializer_range: standard deviation of linear and embedding weights (0.02; MQAR: hidden_size^-1/2).
@@ -109,6 +109,8 @@ class MetaplasticConfig(PreTrainedConfig):
             if name not in self.mixers:
                 used = ", ".join(map(repr, dict.fromkeys(self.mixers)))
                 raise ValueError(f"mixer_options names {name!r}, which no layer is: mixers are {used}")
+        for name in dict.fromkeys(self.mixers):
+            self.fill(name, self.mixer_options.get(name, {}))  # sizes that do not fit are found here
 
     def _check_types(self) -> None:
         """Values from a shell or a JSON file come as anything: every field is checked before it is used."""
@@ -144,8 +146,14 @@ class MetaplasticConfig(PreTrainedConfig):
         heads = options.setdefault("num_heads", 4)
         if not _is_integer(heads) or heads < 1:
             raise ValueError(f"num_heads of mixer {name!r} must be an integer >= 1, got {heads!r}")
-        options.setdefault("key_size", max(1, self.hidden_size // heads))
-        options.setdefault("value_size", max(1, MIXERS[name].value_expansion * self.hidden_size // heads))
+        for size, times in (("key_size", 1), ("value_size", MIXERS[name].value_expansion)):
+            width = times * self.hidden_size
+            if size not in options and width % heads:
+                raise ValueError(
+                    f"num_heads of mixer {name!r} must divide hidden_size = {self.hidden_size} where key_size and "
+                    f"value_size are not both given, got {heads}: give them, or another num_heads"
+                )
+            options.setdefault(size, width // heads)
         if "norm_eps" in mixer_option_names(name):
             options.setdefault("norm_eps", self.norm_eps)
         return options

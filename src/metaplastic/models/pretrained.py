@@ -20,6 +20,10 @@ class MetaplasticPreTrainedModel(PreTrainedModel):
     _can_compile_fullgraph = True
     _is_stateful = True
 
+    def post_init(self) -> None:
+        super().post_init()
+        self.register_load_state_dict_post_hook(_forget_tied)
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """Hugging Face calls this on modules with anything left to initialise, after loading; loaded tensors stay."""
@@ -61,6 +65,21 @@ class MetaplasticPreTrainedModel(PreTrainedModel):
         """
         check_mixers(self)
         super().save_pretrained(*args, **kwargs)
+
+
+def _forget_tied(model: Any, found: Any) -> None:
+    """After ``load_state_dict``: a tied weight is saved under one of its names, and is not missing under the other.
+
+    The names in ``found`` begin with where the model is within the module that is loaded.
+    """
+    missing: list[str] = found.missing_keys
+    own = dict(model.named_parameters(remove_duplicate=False))  # adapters give some another name
+    for name, source in model.all_tied_weights_keys.items():
+        if name not in own or own[name] is not own.get(source):
+            continue
+        for key in [key for key in missing if key.endswith(name)]:
+            if key.removesuffix(name) + source not in missing:
+                missing.remove(key)
 
 
 def check_mixers(model: PreTrainedModel) -> None:

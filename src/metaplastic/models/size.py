@@ -5,7 +5,7 @@ A multiplication, addition or division is one FLOP. Counted per token, from the 
     matrix products    2 per weight of every Linear, the output layer included
     convolutions       2 per weight of every short convolution
     memory rule        per element of every field of the memory, as in ``MEMORY_FLOPS``
-    attention          per token that is seen, 2 K + 2 V of every query head
+    attention          per token seen, the one that is read included, 2 K + 2 V of every query head
 
 Left out, as is usual: norms, activations, gates and embedding look-ups, all linear in the width. Training is taken as
 three times forward (two products for the gradients of each product); recomputing states or checkpointed blocks comes
@@ -14,6 +14,7 @@ state and its work grow with the tokens seen, and are counted on their own.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -51,9 +52,10 @@ class ModelSize:
     matrix_products: int
     convolutions: int
     memory_rule: int
-    activations_per_token: int  # elements of attention's keys and values, for every token up to a layer's window
+    activations_per_token: int  # elements of attention's keys and values, for every token seen
     positions_per_token: int  # 8 bytes each
     attention_per_token: int  # FLOPs of one token for every token that it sees
+    window: int | None  # how many tokens attention sees at most, the one that is read included; None: all
 
     @property
     def parameters(self) -> int:
@@ -69,13 +71,22 @@ class ModelSize:
         """Of one token, forward and backward."""
         return 3 * self.forward_flops
 
-    def state_bytes(self, dtype: torch.dtype = torch.float32) -> int:
-        """Bytes of one sequence's states of fixed size in a model of this dtype; the memory is at least float32."""
-        return self.convolution_state * dtype.itemsize + self.memory_state * max(4, dtype.itemsize)
+    def memory_bytes(self, dtype: torch.dtype = torch.float32) -> int:
+        """Bytes of one sequence's memories of fixed size in a model of this dtype; they are at least float32."""
+        return self.memory_state * max(4, dtype.itemsize)
+
+    def convolution_bytes(self, dtype: torch.dtype = torch.float32) -> int:
+        """Bytes that one sequence's short convolutions keep."""
+        return self.convolution_state * dtype.itemsize
 
     def bytes_per_token(self, dtype: torch.dtype = torch.float32) -> int:
-        """Bytes by which the states of one sequence grow with every token, up to each layer's window."""
+        """Bytes by which the states of one sequence grow with every token seen, up to one less than the window."""
         return self.activations_per_token * dtype.itemsize + self.positions_per_token * 8
+
+    def state_bytes(self, dtype: torch.dtype = torch.float32, tokens: int = 0) -> int:
+        """Bytes of one sequence's states after so many tokens; without attention the same after any number."""
+        kept = tokens if self.window is None else min(tokens, self.window - 1)
+        return self.memory_bytes(dtype) + self.convolution_bytes(dtype) + kept * self.bytes_per_token(dtype)
 
 
 def size(config: MetaplasticConfig) -> ModelSize:
@@ -114,6 +125,7 @@ def size(config: MetaplasticConfig) -> ModelSize:
         activations_per_token=sum(m.num_key_heads * (m.key_size + m.value_size) for m in attentions),
         positions_per_token=len(attentions),
         attention_per_token=sum(2 * m.num_heads * (m.key_size + m.value_size) for m in attentions),
+        window=next((m.window for m in attentions), None),  # a configuration has one for all of them
     )
 
 
@@ -166,19 +178,33 @@ def describe(config: MetaplasticConfig, dtype: str = "float32") -> list[tuple[st
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     found, kind = size(config), DTYPES[dtype]
+    kept = None if found.window is None else found.window - 1  # the next token sees itself too
     return [
         ("parameters", f"{found.parameters:,}"),
         *((f"  {part}", f"{getattr(found, part):,}") for part in ("embeddings", "mixers", "mlps", "norms")),
         (f"weights ({dtype})", _bytes(found.parameters * kind.itemsize)),
-        (f"state of a sequence ({dtype} model)", _bytes(found.state_bytes(kind))),
-        *([("  attention: per token read", _bytes(found.bytes_per_token(kind)))] if found.positions_per_token else []),
-        ("FLOPs per token, forward or decode", f"{found.forward_flops:,}"),
+        (
+            f"state of a sequence ({dtype} model)",
+            _growing(found.state_bytes(kind), found.bytes_per_token(kind), kept, _bytes),
+        ),
+        *([("  memory", _bytes(found.memory_bytes(kind)))] if found.memory_state else []),
+        *([("  convolution", _bytes(found.convolution_bytes(kind)))] if found.convolution_state else []),
+        ("FLOPs per token, forward or decode", _growing(found.forward_flops, found.attention_per_token, found.window)),
         ("  matrix products", f"{found.matrix_products:,}"),
         ("  convolutions", f"{found.convolutions:,}"),
         ("  memory rule", f"{found.memory_rule:,}"),
-        *([("  attention: per token seen", f"{found.attention_per_token:,}")] if found.positions_per_token else []),
-        ("FLOPs per token, training", f"{found.training_flops:,}"),
+        ("FLOPs per token, training", _growing(found.training_flops, 3 * found.attention_per_token, found.window)),
     ]
+
+
+def _growing(fixed: int, each: int, most: int | None, words: Callable[[int], str] = "{:,}".format) -> str:
+    """A number that grows by ``each`` with every token seen, of ``most`` of them (None: of all)."""
+    told = [words(fixed)] if fixed else []
+    if each:
+        told.append(f"grows by {words(each)} per token seen")
+        if most is not None:
+            told.append(f"up to {most:,} tokens: {words(fixed + most * each)}")
+    return ", ".join(told) or words(0)
 
 
 def _bytes(count: int) -> str:

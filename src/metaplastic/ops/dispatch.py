@@ -28,16 +28,26 @@ class Backend(NamedTuple):
     requires: str | None  # package that must be importable
     slow: bool  # "auto" warns when it has to fall back to this on a device
     dtypes: tuple[torch.dtype, ...] = ()  # of q; empty: any
+    hardware: str | None = None  # "module:function" that says why the device here cannot run it, None if it can
 
 
 _HALF = (torch.bfloat16, torch.float16)
 
-# In order of preference: "auto" takes the first that fits ("fla", behind one that always does, is taken by name only).
+# In order of preference: "auto" takes the first that fits. What stands behind "reference" is taken by name only: "fla",
+# and "triton" until it has been checked on a GPU.
 BACKENDS: dict[str, dict[str, Backend]] = {
     "palimpsa": {
+        "cuda": Backend(
+            "metaplastic.ops.palimpsa.cuda:apply",
+            ("cuda",),
+            "cuda.bindings",
+            False,
+            hardware="metaplastic.ops.palimpsa.cuda.compile:too_old",
+        ),
         "cpu": Backend("metaplastic.ops.palimpsa.cpu:apply", ("cpu",), "numba", False),
         "chunked": Backend("metaplastic.ops.palimpsa.chunked:apply", (), None, True),
         "reference": Backend("metaplastic.ops.palimpsa.reference:apply", (), None, True),
+        "triton": Backend("metaplastic.ops.palimpsa.triton:apply", ("cuda", "xpu"), "triton", True),
     },
     "additive": {
         "chunked": Backend("metaplastic.ops.additive.chunked:apply", (), None, False),
@@ -70,7 +80,10 @@ def _blocked() -> frozenset[str]:
     try:
         if not _heeded:
             return frozenset()
-        return frozenset(json.loads(path.read_text()))
+        listed = json.loads(path.read_text())
+        if not isinstance(listed, dict):
+            raise ValueError(f"expected an object, configuration -> reason, got {type(listed).__name__}")
+        return frozenset(listed)
     except FileNotFoundError:
         return frozenset()
     except (OSError, ValueError, TypeError) as error:
@@ -133,11 +146,21 @@ def reason_against(op: str, backend: str, device: str, dtype: torch.dtype) -> st
     if entry.dtypes and dtype not in entry.dtypes:
         names = ", ".join(str(d).removeprefix("torch.") for d in entry.dtypes)
         return f"takes {names}, not {str(dtype).removeprefix('torch.')}"
-    if entry.requires and importlib.util.find_spec(entry.requires) is None:
+    if entry.requires and not _installed(entry.requires):
         return f"needs the package {entry.requires}, which is not installed"
+    if entry.hardware and (reason := _look_up(entry.hardware)()) is not None:
+        return reason
     if configuration(op, backend, device, dtype) in _blocked():
         return f"failed its check on this machine and is blocked (run `metaplastic doctor`; list: {block_list_path()})"
     return None
+
+
+@functools.cache
+def _installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # of a dotted name: not even its parent is there
+        return False
 
 
 @functools.cache
@@ -156,7 +179,7 @@ def _choose(op: str, device: str, dtype: torch.dtype) -> str:
 
 def check_name(op: str, backend: str) -> bool:
     """Raises unless ``backend`` is "auto" or one of the operator's backends (whether or not it can run here)."""
-    if backend != "auto" and backend not in BACKENDS[op]:
+    if backend != "auto" and not (isinstance(backend, str) and backend in BACKENDS[op]):
         names = ", ".join(repr(name) for name in ("auto", *BACKENDS[op]))
         raise ValueError(f"ops.{op}: backend must be one of {names}, got {backend!r}")
     return True
@@ -173,7 +196,12 @@ def used() -> dict[str, list[str]]:
 @functools.cache
 def load(op: str, backend: str) -> Callable:
     """The function behind a backend; imports its module on first use."""
-    module, function = BACKENDS[op][backend].function.split(":")
+    return _look_up(BACKENDS[op][backend].function)
+
+
+def _look_up(name: str) -> Callable:
+    """``module:function``."""
+    module, function = name.split(":")
     return getattr(importlib.import_module(module), function)
 
 
@@ -207,7 +235,10 @@ _resolve._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberA
 
 
 def backends() -> dict[str, dict[str, str]]:
-    """What exists here: operator -> {"auto on <device>": choice, backend: "ready" or why not}."""
+    """What exists here: operator -> {"auto on <device>": choice, backend: "ready" or why not}.
+
+    In float32, or the first dtype that a backend takes.
+    """
     devices = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
     table: dict[str, dict[str, str]] = {}
     for op, entries in BACKENDS.items():
@@ -215,8 +246,11 @@ def backends() -> dict[str, dict[str, str]]:
         for device in devices:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                table[op][f"auto on {device}"] = _choose.__wrapped__(op, device, torch.float32)
-            for name in entries:
-                reason = reason_against(op, name, device, torch.float32)
+                try:
+                    table[op][f"auto on {device}"] = _choose.__wrapped__(op, device, torch.float32)
+                except RuntimeError as error:
+                    table[op][f"auto on {device}"] = str(error)
+            for name, entry in entries.items():
+                reason = reason_against(op, name, device, (*entry.dtypes, torch.float32)[0])
                 table[op][f"{name} on {device}"] = "ready" if reason is None else reason
     return table

@@ -32,8 +32,10 @@ def additive(q, k, v, g, mean: Optional, cu_seqlens: Optional, scale: float) -> 
     return o, state.mT
 
 
-def delta(q, k, v, beta, g, mean: Optional, cu_seqlens: Optional, scale: float) -> tuple[Tensor, Tensor]:
-    """The gated delta rule, or KDA if the decay is per key."""
+def delta(
+    q, k, v, beta, g, mean: Optional, cu_seqlens: Optional, scale: float, keep: bool = True
+) -> tuple[Tensor, Tensor]:
+    """The gated delta rule, or KDA if the decay is per key; keep is the library's own choice."""
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # pyright: ignore[reportMissingImports]
     from fla.ops.kda import chunk_kda  # pyright: ignore[reportMissingImports]
 

@@ -58,6 +58,7 @@ class HubText:
         if not os.path.exists(name) and (reason := unreachable()):
             raise OSError(f"dataset: got {name!r}, which is no local folder, and the hub cannot be asked ({reason})")
         self.name, self.column = str(name), column
+        self._options = {"configuration": config, "revision": revision, "split": split, "column": column}
         self._where = f"{name}{f', {config}' if config else ''}, split {split!r}"
         self._failures = (OSError, ValueError, RuntimeError, DatasetsError)
         try:
@@ -91,6 +92,17 @@ class HubText:
                 raise ValueError(f"text_column: {self.column!r} of {self._where} holds {got}, expected strings")
             if text.strip():
                 yield self.name, text
+
+    @property
+    def origin(self) -> dict[str, Any]:
+        """What is read, in words without paths."""
+        local = os.path.exists(self.name)
+        return {"dataset": os.path.basename(os.path.abspath(self.name)) if local else self.name, **self._options}
+
+    @property
+    def progress(self) -> tuple[int, None]:
+        """As of `FileText`, but nobody knows how much there is."""
+        return 0, None
 
     def state_dict(self) -> dict[str, Any]:
         return copy.deepcopy(self._state)

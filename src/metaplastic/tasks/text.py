@@ -1,4 +1,4 @@
-"""Language modelling on text: a byte tokenizer, and blocks of tokens that know their documents.
+"""Language modelling on text: tokenizers of our own, and blocks of tokens that know their documents.
 
 A document is a pair (name, text). `PackedText` writes all documents one after another, each ended by the tokenizer's
 end-of-sequence token, and cuts the stream in blocks. Nothing is predicted from another document: labels are -100 at the
@@ -41,7 +41,6 @@ def byte_tokenizer() -> "transformers.PreTrainedTokenizerFast":
     One call takes about 200 bytes of memory for each byte of a text: give long text in pieces, or to `PackedText`.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
 
     # The characters by which byte-level tokenizers name bytes: the byte's own where it prints, else the next above 255.
     printable = [byte for byte in range(256) if chr(byte).isprintable() and byte != ord(" ")]
@@ -50,6 +49,34 @@ def byte_tokenizer() -> "transformers.PreTrainedTokenizerFast":
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
+    return _with_special_tokens(backend)
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "transformers.PreTrainedTokenizerFast":
+    """A byte-level BPE tokenizer of at most `vocab_size` entries: the same texts give the same one.
+
+    Nothing is unknown to it, as all bytes are in it. "<|endoftext|>" is id 0, "<|padding|>" id 1, for what they are for
+    in `byte_tokenizer`. Pairs that occur once are not merged, so little text gives fewer entries. Memory grows with the
+    number of different words. Raises ValueError for a size below 258, all bytes and those two.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    if vocab_size < 258:
+        raise ValueError(f"vocab_size: got {vocab_size}, expected at least 258: 256 bytes and two special tokens")
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, min_frequency=2, special_tokens=[END_OF_TEXT, PADDING], show_progress=False,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+    )  # fmt: skip
+    backend.train_from_iterator(texts, trainer)
+    return _with_special_tokens(backend)
+
+
+def _with_special_tokens(backend: Any) -> "transformers.PreTrainedTokenizerFast":
+    from transformers import PreTrainedTokenizerFast
+
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         bos_token=END_OF_TEXT,

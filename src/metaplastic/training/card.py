@@ -10,6 +10,7 @@ from transformers import SchedulerType
 from transformers.training_args import OptimizerNames
 
 from .. import results
+from ..layers import MIXERS
 from ..models import MetaplasticForCausalLM
 from .checkpoint import CARD
 from .config import TrainConfig
@@ -89,6 +90,7 @@ def state_bytes(model: MetaplasticForCausalLM) -> int:
 
 def _of_the_model(model: MetaplasticForCausalLM, parameters: int) -> dict[str, object]:
     config: Any = model.config
+    grows = any(MIXERS[name].growing_state for name in config.mixers)
     counts = {name: config.mixers.count(name) for name in dict.fromkeys(config.mixers)}
     sizes = {name: config.mixer_arguments(config.mixers.index(name)) for name in counts}
     return {
@@ -97,7 +99,7 @@ def _of_the_model(model: MetaplasticForCausalLM, parameters: int) -> dict[str, o
         **{f"heads of {name}": _heads(size) for name, size in sizes.items()},
         "vocabulary": f"{config.vocab_size:,} tokens",
         "parameters": f"{parameters:,}",
-        "state of one sequence": f"{state_bytes(model):,} bytes, at any length",
+        "state of one sequence": f"{state_bytes(model):,} bytes, {'and more per token' if grows else 'at any length'}",
     }
 
 

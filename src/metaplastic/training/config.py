@@ -10,6 +10,7 @@ _OF_FILES = ("files", "separator", "held_out", "max_bytes")
 _OF_A_DATASET = (
     "dataset_config", "dataset_revision", "split", "text_column", "eval_split", "held_out_documents", "shuffle_window",
 )  # fmt: skip
+_NOT_OF_SHARDS = ("dataset", *_OF_FILES, *_OF_A_DATASET, "tokenizer")
 _OF_NO_CONSEQUENCE = ("report_to", "eval_every", "save_every")
 
 
@@ -21,8 +22,9 @@ class TrainConfig:
     ``separator`` between documents of one file, ``held_out`` share of documents for evaluation. Or ``dataset``, which
     is streamed (a name on the Hugging Face hub, or a local folder that ``datasets`` reads): its ``split`` and
     ``text_column``; for evaluation the first ``held_out_documents`` of ``eval_split``, or without one of the stream
-    itself, which then begins after them; blocks are shuffled in windows of ``shuffle_window``. ``tokenizer``: "bytes",
-    a folder or a name; None: the one saved with ``model``, or bytes.
+    itself, which then begins after them; blocks are shuffled in windows of ``shuffle_window``. Or ``data``, a folder of
+    ``metaplastic data tokenise``, with its own held-out documents and tokenizer. ``tokenizer``: "bytes", a folder or a
+    name; None: the one of ``data``, the one saved with ``model``, or bytes.
 
     Model: ``model`` continues from a saved one, whose sizes it has; with ``plasticity``, in its metaplastic form, of
     which this is the dial (:func:`metaplastic.models.metaplastic_form`). Otherwise sizes and ``mixer`` make a new one.
@@ -44,6 +46,7 @@ class TrainConfig:
     eval_split: str | None = None
     held_out_documents: int = 200
     shuffle_window: int = 2048
+    data: str | None = None
     tokenizer: str | None = None
     held_out: float = 0.05
     max_bytes: int = 8_000_000
@@ -89,7 +92,10 @@ class TrainConfig:
             raise ValueError(f"learning_rate must be > 0 and finite, got {self.learning_rate}")
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed must be >= 0 and < 2**32, got {self.seed}")
-        if self.dataset is not None:
+        if self.data is not None:
+            object.__setattr__(self, "data", str(self.data))
+            self._leave_out(_NOT_OF_SHARDS, "does not go with data, which is given")
+        elif self.dataset is not None:
             object.__setattr__(self, "dataset", str(self.dataset))
             self._leave_out(_OF_FILES, "is for files, and dataset is given")
             if self.eval_split == self.split:

@@ -1,4 +1,4 @@
-"""From a configuration to blocks of tokens: files read whole, or a dataset read as a stream."""
+"""From a configuration to blocks of tokens: files read whole, a dataset read as a stream, or shards."""
 
 import contextlib
 import hashlib
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from ..tasks import documents, hub, stream, text
+from ..tasks import documents, hub, shards, stream, text, tokenising
 from .config import TrainConfig
 
 logger = logging.getLogger("metaplastic")
@@ -19,18 +19,22 @@ logger = logging.getLogger("metaplastic")
 class Data(NamedTuple):
     """What is trained on and what is held out, and what they are in words and in a hash."""
 
-    train: text.PackedText | stream.PackedStream
-    held_out: text.PackedText
+    train: text.PackedText | stream.PackedStream | shards.ShardedText
+    held_out: text.PackedText | shards.ShardedText
     description: str  # without paths: it is published with the model
     fingerprint: str
 
     def changed(self) -> str:
         """What to say if the fingerprint is not that of an earlier call."""
+        if isinstance(self.train, shards.ShardedText):
+            return "data: the shards have changed"
         streamed = isinstance(self.train, stream.PackedStream)
         return "dataset: its first documents have changed" if streamed else "files: their text has changed"
 
 
 def load_data(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Data:
+    if config.data is not None:
+        return _shards(config, config.data)
     return _files(config, tokenizer) if config.dataset is None else _stream(config, config.dataset, tokenizer)
 
 
@@ -61,7 +65,20 @@ def _files(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Data:
     return Data(train_blocks, eval_blocks, description, train_blocks.fingerprint + eval_blocks.fingerprint)
 
 
-def _share(training: text.PackedText, held_out: text.PackedText) -> float:
+def _shards(config: TrainConfig, folder: str) -> Data:
+    training = shards.ShardedText(folder, config.block_length, seed=config.seed)
+    held_out = shards.ShardedText(folder, config.block_length, split="held_out")
+    counts = tokenising.counts(training.index)
+    origin = training.index["origin"]
+    source = f"dataset {origin['dataset']}" if "dataset" in origin else str(origin.get("files"))
+    documents, tokens = (sum(count[kind] for count in counts.values()) for kind in ("documents", "tokens"))
+    share = _share(training, held_out)
+    description = f"{documents:,} documents of {source}, tokenised to {tokens:,} tokens; {share:.1%} of them held out"
+    fingerprint = hashlib.sha256((training.fingerprint + held_out.fingerprint).encode()).hexdigest()
+    return Data(training, held_out, description, fingerprint)
+
+
+def _share(training: text.PackedText | shards.ShardedText, held_out: text.PackedText | shards.ShardedText) -> float:
     """Of tokens: documents are held out whole, so it is rarely the share of documents that was asked for."""
     return len(held_out) / (len(training) + len(held_out))
 
@@ -102,7 +119,7 @@ def announce(config: TrainConfig, data: Data) -> None:
         return
     size, share = len(data.train) * config.block_length, _share(data.train, data.held_out)
     logger.info("%s tokens to train on, %s held out (%.1f%%)", f"{size:,}", f"{held_out:,}", 100 * share)
-    if not config.held_out / 3 < share < 3 * config.held_out:
+    if config.data is None and not config.held_out / 3 < share < 3 * config.held_out:
         logger.warning(
             "warning: %.1f%% of the tokens are held out where %.1f%% were asked for: documents are held out whole; "
             "give more files, or --separator to split them into documents", 100 * share, 100 * config.held_out,

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase, set_seed
 from .. import results
 from ..models import MetaplasticConfig, MetaplasticForCausalLM, metaplastic_form
 from ..models.size import mixer_options
-from ..tasks import text
+from ..tasks import shards, stream, text
 from .card import write_card
 from .checkpoint import check_seal, last_checkpoint, step_of
 from .config import TrainConfig
@@ -41,7 +41,10 @@ def train(config: TrainConfig, output: str | os.PathLike, *, overwrite: bool = F
     check_trackers(config.report_to)
     if config.model:
         read_config(config.model)
-    tokenizer = load_tokenizer(config.tokenizer or (find_model(config.model) if config.model else "bytes"))
+    if config.data:
+        tokenizer = shards.tokenizer_of(config.data)
+    else:
+        tokenizer = load_tokenizer(config.tokenizer or (find_model(config.model) if config.model else "bytes"))
     data = load_data(config, tokenizer)
     hashes = {DATA: data.fingerprint} | ({MODEL: hash_of_model(find_model(config.model))} if config.model else {})
     set_seed(config.seed)
@@ -95,7 +98,7 @@ def _fit(
         trainer.state.log_history.remove(evaluations[-1])  # measured again: that entry is the one that holds
     save_final(trainer, output)
     place = trainer.place()
-    left_out = data.train.dropped_tokens if isinstance(data.train, text.PackedText) else (place or {})["dropped"]
+    left_out = (place or {})["dropped"] if isinstance(data.train, stream.PackedStream) else data.train.dropped_tokens
     measured = {
         "eval_loss": metrics["eval_loss"],
         "eval_perplexity": metrics["eval_perplexity"],
@@ -130,6 +133,7 @@ def _arguments(config: TrainConfig, output: Path):
         save_steps=config.save_every or 500,
         seed=config.seed,
         data_seed=config.seed,
+        train_sampling_strategy="sequential" if config.data else "random",  # shards bring an order of their own
         bf16=config.bf16,
         torch_compile=config.compile,
         report_to=list(config.report_to),
@@ -142,12 +146,14 @@ def _model(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Metaplast
         folder = find_model(config.model)
         model = load_model(folder)
         advice = "leave tokenizer out, or give the one it was trained with"
+        given = f"data: the tokenizer of {config.data}" if config.data else f"tokenizer: {config.tokenizer!r}"
+        advice = "tokenise with the one it was trained with (--tokenizer)" if config.data else advice
         own = load_tokenizer(folder) if (folder / "tokenizer_config.json").is_file() else tokenizer
         if own.get_vocab() != tokenizer.get_vocab():
-            raise ValueError(f"tokenizer: {config.tokenizer!r} is not the one saved with model {folder}: {advice}")
+            raise ValueError(f"{given} is not the one saved with model {folder}: {advice}")
         if model.config.vocab_size < (needed := text.vocabulary_size(tokenizer)):
             sizes = f"has {needed} tokens, model {folder} {model.config.vocab_size}"
-            raise ValueError(f"tokenizer: {config.tokenizer!r} {sizes}: {advice}")
+            raise ValueError(f"{given} {sizes}: {advice}")
         return model if config.plasticity is None else metaplastic_form(model, plasticity=config.plasticity)
     options = mixer_options(config.mixer, config.heads, config.key_size, config.value_size, config.groups)
     special: Any = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}

@@ -38,7 +38,8 @@ def palimpsa(
         cu_seqlens: int32 or int64 ``[N + 1]`` offsets of sequences packed along T (then B = 1); starts at 0, never
             decreases, ends at T or earlier. Tokens beyond its end give zero output and gradient.
         scale: multiplies q.
-        backend: "auto", "cpu" (fused, Numba), "chunked" (any device) or "reference" (token by token).
+        backend: "auto", "cpu" (fused, Numba), "cuda" (NVIDIA GPUs), "triton" (any GPU that Triton compiles for),
+            "chunked" (any device) or "reference" (token by token).
 
     Returns:
         :class:`MemoryRead`: output ``[B, T, H, V]`` in q's dtype; variance ``[B, T, H, V]`` in float32 (float64) or

@@ -1,4 +1,4 @@
-"""One call: run tokens through a model and say how far every head is from the additive rule."""
+"""One call: run tokens through a model and say what the memory of every mixer did with them."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from .replay import LayerMemory, watch
 
 
 @torch.no_grad()
-def mamba2_limit(
+def memories(
     model: nn.Module,
     input_ids: Tensor | None = None,
     attention_mask: Tensor | None = None,
@@ -20,11 +20,12 @@ def mamba2_limit(
     cache: DynamicCache | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[LayerMemory, ...]:
-    """What the memory of every mixer does with these tokens, per head: of Palimpsa the limit |I - prior| / prior, the
-    metaplasticity ratio and the window; of other kinds what ``metaplastic.inspection.kinds`` says.
+    """What the memory of every mixer does with these tokens, per head: of the Bayesian Layer its uncertainty, its gain
+    and what it knows; of Palimpsa the limit |I - prior| / prior and the metaplasticity ratio; of all their windows
+    (``metaplastic.inspection.kinds`` has the equations).
 
-    A head is in Mamba2's limit where ``limit`` is far below 1: its answers then differ from those of the additive rule
-    by at most that fraction of each of their terms (``metaplastic.inspection.kinds`` has the equations).
+    A head of Palimpsa is in Mamba2's limit where ``limit`` is far below 1: its answers then differ from those of the
+    additive rule by at most that fraction of each of their terms.
 
     Args:
         model: a language model of ours, also inside others (PEFT, a wrapper); or any module that takes these arguments

@@ -1,0 +1,303 @@
+"""The CUDA backward pass. Equations: backward.cu (float32, float64, variances), backward_tensor.cu (bf16).
+
+Forward keeps nothing but its inputs. The state before every 64th token is made anew (:mod:`.states`), a group of spans
+at a time so that no more than BUDGET bytes are taken at once; a kernel walks every span back from there.
+A span is a sequence, or one of the pieces that a long sequence is cut into where few heads leave the device idle. The
+gradient of a piece's last state comes from all later pieces: what each adds on its own (the kernel's job PULL) is found
+first and carried from the last piece to the first, ``d_last = decay of the next piece * its d_last + what it adds``.
+"""
+
+import functools
+import itertools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import chunked
+from . import compile as compiler
+from . import layout
+from .problem import CHUNK, KERNEL_TYPES, Problem, cut, prepare
+from .states import entry_states, write_chunk_states
+
+BUDGET = 3 << 30  # bytes of states and partial sums at once, and no more than this part of the device's memory:
+SHARE = 1 / 16
+STATES = 320 << 20  # bytes of states that several groups may share: with few heads they take less time if made together
+LEAST_SPAN = 512  # tokens of a piece of a sequence
+SHARED_BYTES = 227 << 10  # that a multiprocessor has
+BLOCK = 16  # keys or values that a tensor-core product takes
+
+
+class Walk(NamedTuple):
+    """A kernel, how it cuts the values, and what it takes beside inputs and outputs."""
+
+    name: str
+    rows: int  # values of a block
+    shared_bytes: int
+    most: int  # blocks that a multiprocessor can hold
+    scratch: int  # bytes per block
+    definitions: dict[str, Any]
+
+
+class Span(NamedTuple):
+    start: int
+    end: int
+    sequence: int
+    last: bool  # of its sequence
+
+
+def backward(
+    d_output, d_variance, d_information, d_excess_precision,
+    q, k, w, beta, g, prior, information, excess_precision, offsets, scale,
+):  # fmt: skip
+    """Gradients of q, k, w, beta, g, prior and of both initial states, each in the dtype of its input."""
+    walk, problem = _choose(q, k, w, beta, g, prior, information, excess_precision, offsets, d_variance is not None)
+    if walk is None:
+        return chunked.backward(
+            d_output, d_variance, d_information, d_excess_precision,
+            q, k, w, beta, g, prior, information, excess_precision, offsets, scale,
+        )  # fmt: skip
+    keys, values = problem.sizes
+    padding = (0, problem.shape[2] - values)
+    d_output = _fit(d_output, problem.q.dtype, padding)
+    d_variance = None if d_variance is None else _fit(d_variance, problem.q.dtype, padding)
+    final = [
+        None if d is None else _fit(d, problem.g.dtype, (0, problem.shape[1] - keys, *padding))
+        for d in (d_information, d_excess_precision)
+    ]
+    gradients, d_first = _Backward(problem, walk, d_output, d_variance, scale).run(final)
+    sizes = (keys, keys, values, values)
+    token_wise = [d[..., :size] for d, size in zip(gradients[:4], sizes, strict=True)] + list(gradients[4:])
+    inputs = (q, k, w, beta, g, prior)
+    found = [d.to(x.dtype).contiguous() for d, x in zip(token_wise, inputs, strict=True)]
+    return *found, *(d[:, :, :values, :keys].contiguous() for d in d_first)
+
+
+def _fit(d: Tensor, dtype: torch.dtype, padding: tuple[int, ...]) -> Tensor:
+    d = d.detach().to(dtype)
+    d = (torch.nn.functional.pad(d, padding) if any(padding) else d).contiguous()
+    return d if d.data_ptr() % 16 == 0 else d.clone()
+
+
+def _choose(q, k, w, beta, g, prior, information, excess_precision, offsets, variance: bool):
+    """The kernel for these inputs and the inputs as it takes them; no kernel where none is made for such sizes."""
+    problem = prepare(q, k, w, beta, g, prior, information, excess_precision, offsets)
+    if not variance and layout.on_tensor_cores(problem):
+        keys, values = (-(-size // BLOCK) * BLOCK for size in problem.shape[1:])
+        if (walk := tensor_walk(keys, values)) is not None:
+            if problem.shape[1:] != (keys, values):
+                add = (keys - problem.shape[1], values - problem.shape[2])
+                problem = _pad(problem, *add)
+            return walk, problem
+    real = problem.g.dtype
+    if problem.q.dtype != real:
+        q, k, w, beta = (x.to(real) for x in (q, k, w, beta))
+        problem = prepare(q, k, w, beta, g, prior, information, excess_precision, offsets)
+    return plain_walk(problem.shape[1], real, variance), problem
+
+
+def _pad(problem: Problem, keys: int, values: int) -> Problem:
+    pad = torch.nn.functional.pad
+    q, k = (pad(x, (0, keys)) for x in (problem.q, problem.k))
+    w, beta = (pad(x, (0, values)) for x in (problem.w, problem.beta))
+    m, j = (None if s is None else pad(s, (0, keys, 0, values)) for s in problem.state)
+    shape = (problem.shape[0], q.shape[3], w.shape[3])
+    return problem._replace(q=q, k=k, w=w, beta=beta, state=(m, j), shape=shape)
+
+
+@functools.cache
+def tensor_walk(keys: int, values: int) -> Walk | None:
+    """Warps of 16 values and some blocks of 16 keys. Many warps hide each other's latency; what a tile of tokens costs
+    beside its products is shared by a warp's blocks of keys, and what it costs to prepare by a block's values."""
+    found = []
+    key_blocks, row_groups = keys // BLOCK, values // BLOCK
+    for parts, groups in itertools.product(range(1, key_blocks + 1), range(1, row_groups + 1)):
+        if key_blocks % parts or row_groups % groups or parts * groups > 12:
+            continue
+        warps, of_warp, rows = parts * groups, key_blocks // parts, BLOCK * groups
+        words = warps * (of_warp * (512 + 256) + 512 + 12) + 64 * (keys // 2 + 4 + rows + 8)  # as in backward_tile.cuh
+        words += 4 * 16 * (keys // 2 + 4) + 8 * (key_blocks + groups) * 64 + 8 * (keys + rows) * 3 // 2
+        words += (parts - 1) * groups * 256 + 64
+        most = min(SHARED_BYTES // (4 * words + 1024), 12 // warps)
+        if most:
+            definitions = {
+                "KEY_BLOCKS": of_warp, "KEY_PARTS": parts, "ROW_GROUPS": groups, "VALUE_BLOCKS": row_groups // groups,
+            }  # fmt: skip
+            walk = Walk("backward_tensor", rows, 4 * words, most, warps * of_warp * 8192, definitions)
+            merit = most * warps * of_warp / (of_warp + 1) * groups / (groups + 1)
+            found.append((merit, walk))
+    return max(found, key=lambda x: x[0])[1] if found else None
+
+
+@functools.cache
+def plain_walk(keys: int, real: torch.dtype, variance: bool) -> Walk | None:
+    lane_keys = -(-keys // 32)
+    rows = 4 if lane_keys <= 4 else 2
+    for warps in (8, 4, 2):
+        words = 64 * (64 * lane_keys + warps * rows * (3 + variance) + 1) + warps * 4 * (1 + 64 * lane_keys)
+        if 0 < lane_keys <= 8 and words * real.itemsize <= SHARED_BYTES:
+            shape = {"LANE_KEYS": lane_keys, "ROWS": rows, "WARPS": warps}
+            definitions = {**shape, "VARIANCE": int(variance), "REAL": KERNEL_TYPES[real]}
+            return Walk("backward", warps * rows, words * real.itemsize, 1, 0, definitions)
+    return None
+
+
+class _Backward:
+    """One backward pass: the inputs, the spans they are cut into, and how many spans are done at once."""
+
+    def __init__(self, problem: Problem, walk: Walk, d_output: Tensor, d_variance: Tensor | None, scale: float):
+        self.problem, self.walk, self.scale = problem, walk, scale
+        self.d_output, self.d_variance = d_output, d_variance
+        heads, keys, values = problem.shape
+        self.blocks = -(-values // walk.rows)  # per head of a span
+        self.device = problem.q.device
+        processors = layout._processors(self.device)
+        # What a span takes per token (states before every chunk, partial sums of dq and dk) and beside.
+        of_token = heads * keys * (2 * values // CHUNK + 2 * self.blocks) * problem.g.element_size()
+        beside = heads * self.blocks * walk.scratch
+        self.spans = self._cut(_budget(self.device) // max(1, of_token), processors)
+        self.cut = len(self.spans) > len(problem.cuts) - 1
+        self.resident = max(1, min(walk.most, -(-len(self.spans) * heads * self.blocks // processors)))
+        longest = max((span.end - span.start for span in self.spans), default=0)
+        self.at_once = group_size(
+            len(self.spans),
+            heads * self.blocks,
+            processors * self.resident,
+            _budget(self.device) // max(1, of_token * (longest + CHUNK) + beside),
+        )
+        states = self.at_once * -(-longest // CHUNK) * heads * keys * values * 2 * problem.g.element_size()
+        self.together = self.at_once * max(1, STATES // max(1, states))  # spans whose states are made at once
+        self.kept = None  # states before the chunks, where they are made once for all spans
+
+    def _cut(self, tokens: int, processors: int) -> list[Span]:
+        """Sequences, or pieces of them if the device would be idle; ``tokens`` fit the budget at once."""
+        p = self.problem
+        length = layout.span_length(p, layout.Layout(self.walk.rows, 1, {}))
+        if length < p.longest:  # pieces that fill the device together should fit together
+            together = -(-processors // max(1, p.shape[0] * self.blocks))
+            length = min(length, max(LEAST_SPAN, tokens // together // CHUNK * CHUNK))
+        self.entry = p.state
+        if length < p.longest:
+            self.entry = entry_states(p, cut(p.cuts, length, self.device))
+        return [
+            Span(at, min(at + length, end), n, at + length >= end)
+            for n, (start, end) in enumerate(itertools.pairwise(p.cuts))
+            for at in range(start, max(end, start + 1), length)
+        ]
+
+    def run(self, final: list[Tensor | None]):
+        """Gradients of q, k, w, beta, g, prior, and those of the initial states, all with padded K and V."""
+        p = self.problem
+        heads, _, values = p.shape
+        count = len(self.spans)
+        d_last = (
+            [p.new_state(count, heads).zero_() for _ in range(2)]
+            if self.cut or any(d is not None for d in final)
+            else None
+        )
+        if d_last is not None:
+            rows = [s for s, span in enumerate(self.spans) if span.last]
+            for to, d in zip(d_last, final, strict=True):
+                if d is not None:
+                    to[rows] = d
+        d_first = tuple(p.new_state(count, heads) for _ in range(2))
+        if self.cut:
+            self._carry_back(d_last, d_first)
+        outside = p.cuts[-1] < p.q.shape[0] * p.q.shape[1]  # tokens beyond the last sequence
+        new = torch.zeros_like if outside or not values else torch.empty_like
+        gradients = [new(x) for x in (p.q, p.k, p.w, p.beta, p.g)]
+        d_prior = p.prior.new_zeros(count, heads, self.blocks)
+        self._walk(d_last, d_first, gradients, d_prior)
+        first = [s for s in range(count) if s == 0 or self.spans[s - 1].last]
+        return (*gradients, d_prior.sum((0, 2))), [d[first] for d in d_first] if self.cut else d_first
+
+    def _carry_back(self, d_last, d_first) -> None:
+        """d_last of every span, from what each span adds to the gradient of its first state."""
+        g, count = self.problem.g.flatten(0, 1), len(self.spans)
+        self._walk(None, d_first, None, None)
+        for s in range(count - 2, -1, -1):
+            if not self.spans[s].last:
+                later = self.spans[s + 1]
+                decay = g[later.start : later.end].sum(0, dtype=torch.float64).exp().to(g.dtype)[:, None, None]
+                for last, added in zip(d_last, d_first, strict=True):
+                    last[s] = added[s + 1] + decay * last[s + 1]
+
+    def _walk(self, d_last, d_first, gradients, d_prior) -> None:
+        """Runs the kernel on all spans. Without ``gradients`` only d_first is wanted, as if nothing followed a span."""
+        p, count = self.problem, len(self.spans)
+        if not self.blocks * p.shape[0]:
+            return
+        chunks = None
+        for at in range(0, count, self.together):
+            del chunks  # the next ones take their place
+            spans = self.spans[at : at + self.together]
+            start, end = spans[0].start, spans[-1].end
+            q, k, w, beta, g = (self._take(x, start, end) for x in (p.q, p.k, p.w, p.beta, p.g))
+            cuts = (*(span.start - start for span in spans), end - start)
+            longest = max(b - a for a, b in itertools.pairwise(cuts))
+            state = tuple(None if s is None else s[at : at + self.together] for s in self.entry)
+            part = p._replace(q=q, k=k, w=w, beta=beta, g=g, state=state, cuts=cuts, longest=longest)
+            chunks = self.kept or write_chunk_states(part)
+            if gradients is None and len(spans) == count:
+                self.kept = chunks
+            table = cut(cuts, max(CHUNK, -(-longest // CHUNK) * CHUNK), q.device).table
+            for first in range(0, len(spans), self.at_once):
+                rows = table[first : first + self.at_once]
+                if first:  # tokens are counted from the group's first
+                    rows = rows.clone()
+                    rows[:, 0] -= cuts[first]
+                group = slice(at + first, at + first + len(rows))
+                self._launch(group, rows, chunks, d_last, d_first, gradients, d_prior)
+
+    @staticmethod
+    def _take(x: Tensor, start: int, end: int) -> Tensor:
+        return x.flatten(0, 1)[None, start:end]
+
+    def _launch(self, group: slice, table: Tensor, chunks, d_last, d_first, gradients, d_prior) -> None:
+        p, spans, pull = self.problem, self.spans[group], gradients is None
+        heads, start, end = p.shape[0], spans[0].start, spans[-1].end
+        take = functools.partial(self._take, start=start, end=end)
+        q, k, w, beta, g, d_output = (take(x) for x in (p.q, p.k, p.w, p.beta, p.g, self.d_output))
+        last = (None, None) if d_last is None else tuple(d[group] for d in d_last)
+        first = tuple(d[group] for d in d_first)
+        alone = self.blocks == 1 and not pull  # then nothing is left to be summed
+        if alone:
+            sums = [take(gradients[i]) for i in (0, 1, 4)]
+        else:
+            sums = [x.new_empty((0 if pull else self.blocks, *x.shape[1:]), dtype=g.dtype) for x in (q, k, g)]
+        to_w, to_beta = (None, None) if pull else (take(x) for x in gradients[2:4])
+        definitions: dict[str, Any] = dict(self.walk.definitions)
+        arguments = [q, k, w, beta, g, p.prior, d_output]
+        outputs = [*last, sums[0], sums[1], to_w, to_beta, sums[2], None if pull else d_prior[group], *first]
+        count = len(spans) * heads * self.blocks
+        if self.walk.name == "backward_tensor":
+            definitions |= {"BLOCKS": self.resident, "PULL": int(pull)}
+            scratch = torch.empty(count * self.walk.scratch, dtype=torch.uint8, device=q.device)
+            arguments += [table, *chunks, *outputs, scratch, end - start, heads]
+        else:
+            if pull:  # this kernel has no such job: its other results are thrown away
+                sums = [x.new_empty((self.blocks, *x.shape[1:]), dtype=g.dtype) for x in (q, k, g)]
+                prior_sums = g.new_empty(count)
+                outputs = [*last, *sums[:2], torch.empty_like(w), torch.empty_like(w), sums[2], prior_sums, *first]
+            d_variance = None if self.d_variance is None else take(self.d_variance)
+            arguments += [d_variance, table, *chunks, *outputs, end - start, *p.shape]
+        compiler.kernel(self.walk.name, p.device, **definitions)(count, *arguments, self.scale)
+        if not pull and not alone:
+            for i, partial in zip((0, 1, 4), sums, strict=True):  # rounded once
+                torch.add(functools.reduce(torch.add, partial[:-1]), partial[-1], out=take(gradients[i])[0])
+
+
+def _budget(device: torch.device) -> int:
+    if device.type != "cuda":
+        return BUDGET
+    return min(BUDGET, int(SHARE * torch.cuda.get_device_properties(device).total_memory))
+
+
+def group_size(spans: int, blocks: int, slots: int, most: int) -> int:
+    """Spans at once, at most ``most``: fewest rounds of ``slots`` blocks over all groups, then the smallest groups."""
+
+    def rounds(size: int) -> int:
+        whole, rest = divmod(spans, size)
+        return whole * -(-size * blocks // slots) + -(-rest * blocks // slots)
+
+    return min(range(1, max(1, min(spans, most)) + 1), key=lambda size: (rounds(size), size))

@@ -1,0 +1,400 @@
+// Palimpsa's gradients on tensor cores: bf16 inputs, float32 states and sums, every decay. Equations: backward.cu.
+//
+// Tokens are taken in tiles of up to 8, the last tile first, but within a tile in their own order: the state before the
+// tile is rebuilt from an earlier one (a sum with decays <= 1) and then written forward, so that nothing is reversed by
+// subtraction or by dividing by a decay. With r = R_t, n_s = (dy_s q_s^T) r and x_s = n_s mu_s, what is needed at a
+// token t of the tile are sums over the later tokens s of the tile and over what comes after the tile:
+//
+//     dM_t = sum_{s >= t} D[s, t] n_s + D[end, t] dM_end         dJ_t likewise with -x_s and dJ_end
+//     dw_t = sum_s D[s, t] n_s k_t     dbeta_t = -sum_s D[s, t] x_s k_t^2     dq_s = mu_s^T dy_s
+//     dk_t = sum_s D[s, t] n_s^T w_t - 2 k_t sum_s D[s, t] x_s^T beta_t       z_s = sum x_s,  dprior = -sum_s z_s
+//
+// n_s, mu_s and x_s exist at s only, but k_t, w_t, beta_t of all 8 tokens are at hand: for every s, a product of inner
+// size 16 (keys or values) yields the contributions to all 8 t <= s, and the sums over s stay in its accumulators.
+//
+// Gauge: c_s = exp(g_2 + .. + g_s) in a tile of tokens 1.., D[s, t] = c_s / c_t. M and I = J + prior are kept divided
+// by c_s (so keys, their squares and the prior come divided by c_s), which makes n_s and x_s multiples of c_s; results
+// are divided by c_t at the end. A token with g < -STRONG begins a tile, so that c_s >= exp(-7 STRONG); the decay of a
+// tile's first token only ever multiplies.
+//
+// dg, with dg_{n+1} = <dM_end, M_n> + <dJ_end, J_n> taken directly at the end of a tile, is the sum
+//
+//     dg_t = dg_{t+1} + (<n_t, M_t> - <x_t, J_t>) - dw_t . w_t - dbeta_t . beta_t
+//
+// where the bracket is prior z_t. Where decays within a tile are not near 1, dg is a small difference of large terms:
+// the tile is done carefully, the bracket summed with the very n and x, rounded to bf16, that the products use. Where
+// they are, one tile's sum may go on in the tile before it.
+//
+// A block takes 16 ROW_GROUPS values of one head of one span; a warp 16 of them and KEY_BLOCKS blocks of 16 keys, one
+// block at a time: lane (row, column) holds keys 2 row, 2 row + 1 and values 2 column + {0, 1, 8, 9} of a block, the
+// layout of a product's result. Given when compiling: KEY_BLOCKS, KEY_PARTS (together: K), ROW_GROUPS, VALUE_BLOCKS
+// (together: V), BLOCKS (per multiprocessor) and PULL: if 1, only what the span adds to the gradient of its first state
+// is wanted.
+#include "backward_tile.cuh"
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+backward_tensor(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __restrict__ w,
+                const u16* __restrict__ beta, const float* __restrict__ g, const float* __restrict__ prior,
+                const u16* __restrict__ d_output, const i64* __restrict__ spans,
+                const float* __restrict__ chunks_m, const float* __restrict__ chunks_j,
+                const float* __restrict__ d_last_m, const float* __restrict__ d_last_j,
+                float* __restrict__ dq, float* __restrict__ dk,  // of bf16 if one block takes all values
+                u16* __restrict__ dw, u16* __restrict__ dbeta, float* __restrict__ dg, float* __restrict__ dprior,
+                float* __restrict__ d_first_m, float* __restrict__ d_first_j,
+                float4* scratch,  // [block][warp][key block][entry][4][lane]
+                int tokens, int heads, double query_scale) {  // the others as in backward.cu
+    SHARED;
+    float* const floats = (float*)shared;
+    const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5, row = lane >> 2, column = lane & 3;
+    const int group = warp / KEY_PARTS, part = warp % KEY_PARTS, block = blockIdx.x % VALUE_BLOCKS;
+    const i64 item = blockIdx.x / VALUE_BLOCKS, head = item % heads;
+    const Span span = read_span(spans, item / heads);
+    const int length = (int)span.length;
+    const float p = prior[head], scale = (float)query_scale;
+    const u32 identity = (2 * column == row ? 0x3f80u : 0u) | (2 * column + 1 == row ? 0x3f800000u : 0u);
+    const u32 minus = identity | (identity << 2 & 0x80008000u);
+
+    // This lane's part of key block b of a state [V, K], as [value 8 v + ..][key + 2 value], and of its own scratch.
+    const int own_element = (block * ROWS + group * 16 + 2 * column) * KEYS + part * KEY_BLOCKS * 16 + 2 * row;
+    float4* const gradient = (float4*)(floats + GRADIENT) + warp * KEY_BLOCKS * 128 + lane;
+    float4* const entries = scratch + ((i64)blockIdx.x * WARPS + warp) * KEY_BLOCKS * ENTRIES * 128 + lane;
+    auto load_state = [&](float (&x)[2][4], const float* from, i64 state, int b) {
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            float2 keys = {0.f, 0.f};
+            const i64 at = state * KEYS * VALUES + own_element + (e / 2 * 8 + e % 2) * KEYS + b * 16;
+            if (from) keys = *(const float2*)(from + at);
+            x[e / 2][e % 2] = keys.x, x[e / 2][2 + e % 2] = keys.y;
+        }
+    };
+    // The state before the chunk's token 16 e, for block b: on its way to shared memory.
+    float4* const next_entry = (float4*)(floats + NEXT_ENTRY) + warp * 128 + lane;
+    auto fetch_entry = [&](int b, int e) {
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            copy_16((u32*)(next_entry + i * 32), entries + ((b * ENTRIES + e) * 4 + i) * 32, true);
+        copies_issued();
+    };
+    // Of the tile; where a token is meant that depends on the lane, its number is the lane's row.
+    Tile tile = {};
+    float entry_decay;                         // from the state that the tile's is made from to its first token
+    float by_even, by_odd;                     // 1 / c of tokens 2 column and 2 column + 1
+    float last, last_prior;                    // c and prior / c of its last token
+    float alpha = 1.f;                         // the decay of the token after it, which `gradient` waits for
+    bool direct;                               // whether dg of that token is taken directly
+    u32 w_factor[2] = {}, b_factor[2] = {}, d_factor[2] = {};  // the token's w, beta, dy, of the group's values
+    float of_dw[4], of_dbeta[4], of_z[TILE], sum_z = 0.f;  // of_z: the lane's part of c_s z_s of every token
+    float tail, rounded_tail, correction;      // what dg gets from the end of the tile, and carefully from the token
+    float running = 0.f;                       // dg of the first token of the tile before
+    int start = 0;                             // the chunk's first token within the span
+    // All tokens of the tile, for one block of keys.
+    auto sweep = [&](const bool careful, int b) {  // called with both constants, each compiled for itself
+        const int key_block = part * KEY_BLOCKS + b, base = tile.first / ENTRY * ENTRY;
+        float M[2][4], I[2][4], dM[2][4], dJ[2][4], of_dq[4] = {}, of_n[4] = {}, of_x[4] = {};
+        read_block(dM, dJ, gradient + b * 128, last * alpha);
+        const int own_token = min(tile.first + row, CHUNK - 1);
+        const uint2 raw = *(const uint2*)(shared + KEY + own_token * KEY_ROW + key_block * 8 + 2 * column);
+        const u32 k_factor[2] = {__byte_perm(raw.x, raw.y, 0x5410), __byte_perm(raw.x, raw.y, 0x7632)};
+        u32 square[2], square_low[2], n[2][4], x[2][4], turned[4];
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const float k0 = low_bf16(k_factor[h]), k1 = high_bf16(k_factor[h]), s0 = k0 * k0, s1 = k1 * k1;
+            square[h] = pack_bf16(s0, s1);
+            square_low[h] = pack_bf16(s0 - low_bf16(square[h]), s1 - high_bf16(square[h]));
+        }
+        if (!PULL) {  // what comes after the tile acts like a token after its last
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                n[0][i] = pack_bf16(dM[i / 2][i % 2 * 2], dM[i / 2][i % 2 * 2 + 1]);
+                x[0][i] = pack_bf16(-dJ[i / 2][i % 2 * 2], -dJ[i / 2][i % 2 * 2 + 1]);
+            }
+            multiply(of_n, n[0], w_factor[0], w_factor[1]), multiply(of_x, x[0], b_factor[0], b_factor[1]);
+            turned[0] = transpose(n[0][0]), turned[1] = transpose(n[0][2]);
+            turned[2] = transpose(n[0][1]), turned[3] = transpose(n[0][3]);
+            multiply(of_dw, turned, k_factor[0], k_factor[1]);
+            turned[0] = transpose(x[0][0]), turned[1] = transpose(x[0][2]);
+            turned[2] = transpose(x[0][1]), turned[3] = transpose(x[0][3]);
+            multiply(of_dbeta, turned, square[0], square[1]);
+            if (careful) multiply(of_dbeta, turned, square_low[0], square_low[1]);
+        }
+        copies_arrived();
+        read_block(M, I, next_entry, entry_decay, p);
+        if (b == 0) fetch_tile(shared, q, d_output, span.first, start + tile.first, heads, head, block);
+        if (b + 1 < KEY_BLOCKS) fetch_entry(b + 1, base / ENTRY);
+        if (tile.first > base) add_tokens(shared, M, I, key_block, group, base);
+        // The products that update M and I share their factors: here the one for M wants zeros beside k, that for I
+        // zeros instead of k; lanes of column 3 have such.
+        const u32 *update = shared + UPDATE + key_block * 64 + row * 8, *const update_m = update + (column ? 6 : 0);
+        const u32* const update_i = update + (column ? 2 * column : 6);
+        const u32* other = shared + OTHER + (group * 32 + lane) * 2;
+        const float* const query = floats + QUERY + key_block * 16 + 2 * row;
+        const float* const d_y = floats + D_OUTPUT + group * 16 + 4 * column;
+        // Two tokens at a time, so that a product of inner size 16 takes 8 values of both.
+#pragma unroll
+        for (int s0 = 0; s0 < TILE; s0 += 2) {
+            u32 mu[2][4];  // [value tile][token, key]
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                const int s = s0 + h;
+                const uint2 a = *(const uint2*)(update_m + s * ALL_BLOCKS * 64);
+                const uint2 c = *(const uint2*)(update_i + s * ALL_BLOCKS * 64);
+                const uint2 o = *(const uint2*)(other + s * ROW_GROUPS * 64);
+                multiply_8(M[0], a.x, a.y, o.x), multiply_8(M[1], a.x, a.y, o.y);
+                multiply_8(I[0], c.x, c.y, o.x), multiply_8(I[1], c.x, c.y, o.y);
+                const float2 qs = *(const float2*)(query + s * KEYS);
+                const float4 d = *(const float4*)(d_y + s * ROWS);
+                const float dy[4] = {d.x, d.y, d.z, d.w};
+                const float scaled_prior = careful ? p * __shfl_sync(~0u, tile.inverse, s) : 0.f;
+                float error = 0.f;
+#pragma unroll
+                for (int i = 0; i < 4; i++) {  // two values of one key
+                    const int v = i / 2, at = 2 * h + i % 2, e = i % 2 * 2;
+                    const float of_key = i % 2 ? qs.y : qs.x, r0 = reciprocal(I[v][e]), r1 = reciprocal(I[v][e + 1]);
+                    const float mu0 = M[v][e] * r0, mu1 = M[v][e + 1] * r1;
+                    const float n0 = dy[2 * v] * of_key * r0, n1 = dy[2 * v + 1] * of_key * r1;
+                    mu[v][at] = pack_bf16(mu0, mu1);
+                    const float x0 = n0 * mu0, x1 = n1 * mu1;
+                    n[v][at] = pack_bf16(n0, n1), x[v][at] = pack_bf16(x0, x1);
+                    of_z[s] += x0 + x1;
+                    if (careful) {
+                        error = fmaf(low_bf16(n[v][at]), M[v][e], fmaf(high_bf16(n[v][at]), M[v][e + 1], error));
+                        error = fmaf(-low_bf16(x[v][at]), I[v][e] - scaled_prior, error);
+                        error = fmaf(-high_bf16(x[v][at]), I[v][e + 1] - scaled_prior, error);
+                    }
+                }
+                if (careful) {
+                    error = warp_sum(error);
+                    if (row == s) correction += error;
+                }
+            }
+#pragma unroll
+            for (int v = 0; v < 2; v++) multiply(dM[v], n[v], identity, identity), multiply(dJ[v], x[v], minus, minus);
+            if (PULL) continue;
+            const bool own[2] = {row == s0, row == s0 + 1}, past[2] = {row <= s0, row <= s0 + 1};
+#pragma unroll
+            for (int v = 0; v < 2; v++) {
+                multiply(of_dq, mu[v], own[0] ? d_factor[v] : 0u, own[1] ? d_factor[v] : 0u);
+                multiply(of_n, n[v], past[0] ? w_factor[v] : 0u, past[1] ? w_factor[v] : 0u);
+                multiply(of_x, x[v], past[0] ? b_factor[v] : 0u, past[1] ? b_factor[v] : 0u);
+            }
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                turned[0] = transpose(n[0][2 * h]), turned[1] = transpose(n[1][2 * h]);
+                turned[2] = transpose(n[0][2 * h + 1]), turned[3] = transpose(n[1][2 * h + 1]);
+                multiply(of_dw, turned, past[h] ? k_factor[0] : 0u, past[h] ? k_factor[1] : 0u);
+                turned[0] = transpose(x[0][2 * h]), turned[1] = transpose(x[1][2 * h]);
+                turned[2] = transpose(x[0][2 * h + 1]), turned[3] = transpose(x[1][2 * h + 1]);
+                multiply(of_dbeta, turned, past[h] ? square[0] : 0u, past[h] ? square[1] : 0u);
+                if (careful) multiply(of_dbeta, turned, past[h] ? square_low[0] : 0u, past[h] ? square_low[1] : 0u);
+            }
+        }
+        if (!PULL && direct) {
+            float after_m[2][4], after_j[2][4];
+            read_block(after_m, after_j, gradient + b * 128, last * alpha);
+#pragma unroll
+            for (int e = 0; e < 8; e++) {
+                const float m = after_m[e / 4][e % 4], j = after_j[e / 4][e % 4], J = I[e / 4][e % 4] - last_prior;
+                tail = fmaf(m, M[e / 4][e % 4], fmaf(j, J, tail));
+                // With the words that stood for dM and dJ in the products:
+                const float rounded_m = low_bf16(pack_bf16(m, 0.f)), rounded_j = low_bf16(pack_bf16(j, 0.f));
+                rounded_tail = fmaf(rounded_m, M[e / 4][e % 4], fmaf(rounded_j, J, rounded_tail));
+            }
+        }
+        write_block(dM, dJ, gradient + b * 128);
+        if (PULL) return;
+        float to_dk[4];
+#pragma unroll
+        for (int c = 0; c < 2; c++) {
+            const u32 key = shared[KEY + min(tile.first + 2 * column + c, CHUNK - 1) * KEY_ROW + key_block * 8 + row];
+            to_dk[c] = (c ? by_odd : by_even) * fmaf(-2.f * low_bf16(key), of_x[c], of_n[c]);
+            to_dk[2 + c] = (c ? by_odd : by_even) * fmaf(-2.f * high_bf16(key), of_x[2 + c], of_n[2 + c]);
+        }
+        float4* const sums = (float4*)(floats + KEY_SUMS) + (warp * KEY_BLOCKS + b) * 64 + lane;
+        sums[0] = {of_dq[0], of_dq[1], of_dq[2], of_dq[3]}, sums[32] = {to_dk[0], to_dk[1], to_dk[2], to_dk[3]};
+    };
+    // dq and dk of the tile's tokens, summed over the row groups; over several blocks the caller sums.
+    auto write_key_sums = [&](i64 first) {
+#pragma unroll 1
+        for (int x = thread; x < ALL_BLOCKS * 64; x += THREADS) {
+            const float4* const from = (const float4*)(floats + KEY_SUMS) + x;  // [block][dq, dk][lane]
+            float4 sum = from[0];
+#pragma unroll
+            for (int other = 1; other < ROW_GROUPS; other++) {
+                const float4 more = from[other * ALL_BLOCKS * 64];
+                sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
+            }
+            const int s = 2 * (x % 4), key = x / 64 * 16 + x % 32 / 4 * 2;
+            const float factor = x / 32 % 2 ? 1.f : scale;
+            const i64 at = (((i64)block * tokens + first + s) * heads + head) * KEYS + key;
+            for (int next = 0; next < 2 && s + next < tile.tokens; next++) {
+                const float a = factor * (next ? sum.y : sum.x), c = factor * (next ? sum.w : sum.z);
+                float* const to = x / 32 % 2 ? dk : dq;
+                if (VALUE_BLOCKS == 1) *(u32*)((u16*)to + at + next * heads * KEYS) = pack_bf16(a, c);
+                else *(float2*)(to + at + next * heads * KEYS) = {a, c};
+            }
+        }
+    };
+    // Before the barrier: what other warps add to dw, dbeta and dg.
+    auto share_row_sums = [&]() {
+        const float z = sum_each(of_z) * __shfl_sync(~0u, tile.inverse, row);  // of token = row
+        const float bracket = tile.careful ? correction : p * z;
+        if (column == 0) sum_z += z;
+        float sum[2] = {0.f, 0.f};
+#pragma unroll
+        for (int c = 0; c < 4; c++) {
+            const int token = min(tile.first + 2 * column + c % 2, CHUNK - 1);
+            const int at = token * 2 * VALUE_ROW + group * 16 + row + c / 2 * 8;
+            of_dw[c] *= c % 2 ? by_odd : by_even, of_dbeta[c] *= c % 2 ? -by_odd : -by_even;
+            sum[c % 2] -= of_dw[c] * low_bf16(((const u16*)(shared + WRITE))[at]);
+            sum[c % 2] -= of_dbeta[c] * low_bf16(((const u16*)(shared + EVIDENCE))[at]);
+        }
+        for (int h = 0; h < 2; h++) {
+            for (int offset = 4; offset < 32; offset *= 2) sum[h] += __shfl_xor_sync(~0u, sum[h], offset);
+            sum[h] += __shfl_sync(~0u, bracket, (2 * column + h) * 4);
+            if (row == 0) floats[TOKEN_SUMS + warp * 12 + 2 * column + h] = sum[h];
+        }
+        if (direct) tail = warp_sum(tail), rounded_tail = warp_sum(rounded_tail);
+        if (lane < 2) floats[TOKEN_SUMS + warp * 12 + TILE + lane] = lane ? rounded_tail : tail;
+        if (part == 0) return;
+        float4* const own = (float4*)(floats + ROW_SUMS) + ((part - 1) * ROW_GROUPS + group) * 64 + lane;
+        own[0] = {of_dw[0], of_dw[1], of_dw[2], of_dw[3]};
+        own[32] = {of_dbeta[0], of_dbeta[1], of_dbeta[2], of_dbeta[3]};
+    };
+    auto write_row_sums = [&](i64 first) {
+        if (part == 0) {
+#pragma unroll
+            for (int other = 1; other < KEY_PARTS; other++) {
+                const float4* const sums = (const float4*)(floats + ROW_SUMS);
+                const float4* const from = sums + ((other - 1) * ROW_GROUPS + group) * 64 + lane;
+                const float4 a = from[0], c = from[32];
+                of_dw[0] += a.x, of_dw[1] += a.y, of_dw[2] += a.z, of_dw[3] += a.w;
+                of_dbeta[0] += c.x, of_dbeta[1] += c.y, of_dbeta[2] += c.z, of_dbeta[3] += c.w;
+            }
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                const u32 a = transpose(pack_bf16(of_dw[2 * h], of_dw[2 * h + 1]));  // to [token = row][two values]
+                const u32 c = transpose(pack_bf16(of_dbeta[2 * h], of_dbeta[2 * h + 1]));
+                const i64 at = ((first + row) * heads + head) * VALUES + block * ROWS + group * 16 + 8 * h + 2 * column;
+                if (row < tile.tokens) *(u32*)(dw + at) = a, *(u32*)(dbeta + at) = c;
+            }
+        }
+        if (warp == WARPS - 1) {
+            float sum = 0.f;
+#pragma unroll
+            for (int other = 0; other < WARPS; other++)
+                sum += lane < TILE + 2 ? floats[TOKEN_SUMS + other * 12 + lane] : 0.f;
+            const float after = direct ? __shfl_sync(~0u, sum, TILE) : running;
+            const float rounded_after = direct ? __shfl_sync(~0u, sum, TILE + 1) : running;
+            if (lane >= tile.tokens) sum = 0.f;
+#pragma unroll
+            for (int offset = 1; offset < TILE; offset *= 2) sum += __shfl_down_sync(~0u, sum, offset);
+            running = rounded_after + __shfl_sync(~0u, sum, 0);
+            float* const to = dg + ((i64)block * tokens + first) * heads + head;
+            if (lane >= 1 && lane < tile.tokens) to[lane * heads] = rounded_after + sum;
+            if (lane == 0 && first + tile.tokens < span.first + length) to[tile.tokens * heads] = after;
+        }
+    };
+
+    for (int b = 0; b < KEY_BLOCKS; b++) {
+        float m[2][4], j[2][4];
+        load_state(m, d_last_m, item, b), load_state(j, d_last_j, item, b);
+        write_block(m, j, gradient + b * 128);
+    }
+    if (length) fetch_tile(shared, q, d_output, span.first, length, heads, head, block);
+    for (start = length ? (length - 1) / CHUNK * CHUNK : -1; start >= 0; start -= CHUNK) {
+        const int chunk_tokens = min(CHUNK, length - start);
+        const i64 state = span.chunk_base * heads + head * span.chunks + span.chunk + start / CHUNK;
+        const i64 row0 = (span.first + start) * heads + head;
+        float m[KEY_BLOCKS][2][4], j[KEY_BLOCKS][2][4];
+#pragma unroll
+        for (int b = 0; b < KEY_BLOCKS; b++) load_state(m[b], chunks_m, state, b), load_state(j[b], chunks_j, state, b);
+        __syncthreads();
+        fetch_chunk(shared, k, w, beta, row0, heads, block, chunk_tokens);
+        for (int t = thread; t < CHUNK; t += THREADS)
+            floats[DECAY + t] = t < chunk_tokens ? g[row0 + t * heads] : 0.f;
+        copies_arrived();
+        __syncthreads();
+        if (start) {  // the chunk to come, on its way to the cache
+            const i64 before = ((state - 1) * VALUES + block * ROWS) * KEYS;
+            prefetch_chunk(k, w, beta, chunks_m + before, chunks_j + before, row0 - CHUNK * heads, heads, block);
+        }
+        // The states before the chunk's tokens 0, 16, 32, 48, from which every tile's is made.
+#pragma unroll 1
+        for (int e = 0; e < ENTRIES && e * ENTRY < chunk_tokens; e++) {
+            if (e) {
+                const Decays decays = decays_to(floats + DECAY, (e - 1) * ENTRY, e * ENTRY - 1);
+                prepare_decayed(shared, (e - 1) * ENTRY, ENTRY, decays.after);
+                __syncthreads();
+#pragma unroll
+                for (int b = 0; b < KEY_BLOCKS; b++) {
+#pragma unroll
+                    for (int c = 0; c < 8; c++) m[b][c / 4][c % 4] *= decays.whole, j[b][c / 4][c % 4] *= decays.whole;
+                    add_tokens(shared, m[b], j[b], part * KEY_BLOCKS + b, group, (e - 1) * ENTRY);
+                }
+                __syncthreads();
+            }
+#pragma unroll
+            for (int b = 0; b < KEY_BLOCKS; b++) write_block(m[b], j[b], entries + (b * ENTRIES + e) * 128);
+        }
+        direct = true;
+        for (int end = chunk_tokens; end > 0; end = tile.first) {
+            tile = cut(floats + DECAY, end);
+            direct = direct || tile.careful;
+            const int base = tile.first / ENTRY * ENTRY;
+            fetch_entry(0, base / ENTRY);
+            const Decays decays = decays_to(floats + DECAY, base, tile.first);
+            entry_decay = decays.whole;
+            prepare_decayed(shared, base, tile.first - base, decays.after);
+            prepare_tile(shared, tile, p, scale);
+            __syncthreads();
+            const i64 first = span.first + start + tile.first;
+            const int at = min(tile.first + row, CHUNK - 1) * VALUE_ROW + group * 8 + column;
+            const float4 d = *(const float4*)(floats + D_OUTPUT + (row * ROW_GROUPS + group) * 16 + 4 * column);
+            d_factor[0] = pack_bf16(d.x, d.y), d_factor[1] = pack_bf16(d.z, d.w);
+            w_factor[0] = shared[WRITE + at], w_factor[1] = shared[WRITE + at + 4];
+            b_factor[0] = shared[EVIDENCE + at], b_factor[1] = shared[EVIDENCE + at + 4];
+            by_even = __shfl_sync(~0u, tile.inverse, 2 * column);
+            by_odd = __shfl_sync(~0u, tile.inverse, 2 * column + 1);
+            last = __shfl_sync(~0u, tile.gauge, TILE - 1), last_prior = p * __shfl_sync(~0u, tile.inverse, TILE - 1);
+#pragma unroll
+            for (int c = 0; c < 4; c++) of_dw[c] = of_dbeta[c] = of_z[c] = of_z[4 + c] = 0.f;
+            tail = rounded_tail = correction = 0.f;
+#pragma unroll 1
+            for (int b = 0; b < KEY_BLOCKS; b++)
+                if (!PULL && tile.careful) sweep(true, b);
+                else sweep(false, b);
+            if (!PULL) share_row_sums();
+            alpha = expf(floats[DECAY + tile.first]);
+            copies_arrived();
+            __syncthreads();
+            if (!PULL) write_key_sums(first), write_row_sums(first);
+            direct = tile.first % ENTRY == 0 || floats[DECAY + tile.first] < CAREFUL_BELOW;
+        }
+    }
+
+    // What remains: the gradient of the span's first state, dg of its first token, dprior.
+    tail = 0.f;
+    const i64 state = span.chunk_base * heads + head * span.chunks + span.chunk;
+    for (int b = 0; b < KEY_BLOCKS; b++) {
+        float dM[2][4], dJ[2][4], M[2][4], J[2][4];
+        read_block(dM, dJ, gradient + b * 128, alpha);
+        load_state(M, length ? chunks_m : nullptr, state, b), load_state(J, length ? chunks_j : nullptr, state, b);
+#pragma unroll
+        for (int e = 0; e < 8; e++) {
+            const i64 at = item * KEYS * VALUES + own_element + (e / 4 * 8 + e % 2) * KEYS + b * 16 + e % 4 / 2;
+            tail += dM[e / 4][e % 4] * M[e / 4][e % 4] + dJ[e / 4][e % 4] * J[e / 4][e % 4];
+            d_first_m[at] = dM[e / 4][e % 4], d_first_j[at] = dJ[e / 4][e % 4];
+        }
+    }
+    if (PULL) return;
+    tail = warp_sum(tail), sum_z = warp_sum(sum_z);
+    __syncthreads();
+    if (lane == 0) floats[TOKEN_SUMS + warp * 12] = tail, floats[TOKEN_SUMS + warp * 12 + 1] = sum_z;
+    __syncthreads();
+    if (thread < 2) {
+        float sum = 0.f;
+        for (int other = 0; other < WARPS; other++) sum += floats[TOKEN_SUMS + other * 12 + thread];
+        if (thread) dprior[blockIdx.x] = -sum;
+        else if (length) dg[((i64)block * tokens + span.first) * heads + head] = sum;
+    }
+}

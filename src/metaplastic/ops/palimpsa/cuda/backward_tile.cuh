@@ -1,0 +1,269 @@
+// The parts of backward_tensor.cu: its shared memory, what is prepared for a tile of tokens, matrix helpers.
+#pragma once
+#include "sums.cuh"
+
+#ifdef EMULATED
+static inline int min(int a, int b) { return a < b ? a : b; }
+static inline u32 transpose(u32 x) {
+    auto all = emulation::exchange({x});
+    int row = emulation::current->lane >> 2, column = emulation::current->lane & 3;
+    auto at = [&](int r) { return all[r * 4 + row / 2][0] >> 16 * (row & 1) & 0xffffu; };
+    return at(2 * column) | at(2 * column + 1) << 16;
+}
+static inline void load_transposed(u32 (&to)[4], const u32* row) {
+    auto all = emulation::exchange({(u32)((u64)row), (u32)((u64)row >> 32)});
+    int own = emulation::current->lane >> 2, column = emulation::current->lane & 3;
+    for (int m = 0; m < 4; m++) {
+        auto at = [&](int r) {
+            return (u32)((const u16*)((u64)all[8 * m + r][0] | (u64)all[8 * m + r][1] << 32))[own];
+        };
+        to[m] = at(2 * column) | at(2 * column + 1) << 16;
+    }
+}
+static inline void prefetch(const void*) {}
+#else
+__device__ __forceinline__ void prefetch(const void* from) { asm volatile("prefetch.global.L2 [%0];" :: "l"(from)); }
+// Transposes an 8 x 8 matrix: lane (row, column) holds its elements [row][2 column] and [row][2 column + 1].
+__device__ __forceinline__ u32 transpose(u32 x) {
+    u32 r;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(x));
+    return r;
+}
+// Four 8 x 8 matrices from shared memory, transposed; lane l gives the address of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void load_transposed(u32 (&to)[4], const u32* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+        : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"((u32)__cvta_generic_to_shared(row)));
+}
+#endif
+
+constexpr int WARPS = ROW_GROUPS * KEY_PARTS, THREADS = 32 * WARPS;
+constexpr int ROWS = 16 * ROW_GROUPS, VALUES = ROWS * VALUE_BLOCKS;
+constexpr int ALL_BLOCKS = KEY_BLOCKS * KEY_PARTS, KEYS = 16 * ALL_BLOCKS;
+constexpr int CHUNK = 64, ENTRY = 16, ENTRIES = CHUNK / ENTRY, TILE = 8;  // tokens
+constexpr float STRONG = 4.f, CAREFUL_BELOW = -0.7f;
+
+// Shared memory, in words. Rows of bf16 are padded so that 8 of them, 16 bytes each, fall into different banks. The 16
+// keys of a block stand in the order 0, 2, .., 14, 1, 3, .., 15, so that a lane's two keys are neighbours in memory.
+constexpr int KEY_ROW = KEYS / 2 + 4, VALUE_ROW = ROWS / 2 + 4, FACTOR = ENTRY * KEY_ROW;
+constexpr int GRADIENT = 0;                                    // dM, dJ: [warp][block][4][lane] float4
+constexpr int NEXT_ENTRY = GRADIENT + WARPS * KEY_BLOCKS * 512;  // the state that the next block starts from
+constexpr int KEY = NEXT_ENTRY + WARPS * 512;                  // the chunk's k, w, beta as they came
+constexpr int WRITE = KEY + CHUNK * KEY_ROW, EVIDENCE = WRITE + CHUNK * VALUE_ROW;
+constexpr int DECAYED = EVIDENCE + CHUNK * VALUE_ROW;          // decayed k and k^2, each as the sum of two bf16
+constexpr int UPDATE = DECAYED + 4 * FACTOR;                   // [token][block][lane] uint2: factors of the updates
+constexpr int OTHER = UPDATE + TILE * ALL_BLOCKS * 64;         // [token][row group][lane] uint2: the other factors
+constexpr int QUERY = OTHER + TILE * ROW_GROUPS * 64;          // [token][block][row] float2
+constexpr int D_OUTPUT = QUERY + TILE * KEYS;                  // [token][row group][column] float4
+constexpr int NEXT_QUERY = D_OUTPUT + TILE * ROWS;             // q and dy of the next tile as they came
+constexpr int NEXT_D_OUTPUT = NEXT_QUERY + TILE * KEYS / 2;
+constexpr int KEY_SUMS = NEXT_D_OUTPUT + TILE * ROWS / 2;      // [warp][block][dq, dk][lane] float4
+// [part of the keys, but for the first][group][dw, dbeta][lane] float4
+constexpr int ROW_SUMS = KEY_SUMS + WARPS * KEY_BLOCKS * 256;
+constexpr int TOKEN_SUMS = ROW_SUMS + (KEY_PARTS - 1) * ROW_GROUPS * 256;  // [warp][12]
+constexpr int DECAY = TOKEN_SUMS + WARPS * 12, WORDS = DECAY + CHUNK;
+extern "C" __device__ const int launch_shape[2] = {THREADS, 4 * WORDS};
+
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+    for (int offset = 16; offset; offset /= 2) x += __shfl_xor_sync(~0u, x, offset);
+    return x;
+}
+__device__ __forceinline__ void multiply(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    multiply_16(d, a[0], a[1], a[2], a[3], b0, b1);
+}
+
+// A lane's part of a key block of two states, 4 pieces a warp apart: [value tile][key, value] as in a product's result.
+__device__ __forceinline__ void read_block(float (&x)[2][4], float (&y)[2][4], const float4* from, float factor,
+                                           float plus_y = 0.f) {
+#pragma unroll
+    for (int v = 0; v < 2; v++) {
+        const float4 a = from[v * 32], c = from[(2 + v) * 32];
+        x[v][0] = factor * a.x, x[v][1] = factor * a.y, x[v][2] = factor * a.z, x[v][3] = factor * a.w;
+        y[v][0] = fmaf(factor, c.x, plus_y), y[v][1] = fmaf(factor, c.y, plus_y);
+        y[v][2] = fmaf(factor, c.z, plus_y), y[v][3] = fmaf(factor, c.w, plus_y);
+    }
+}
+__device__ __forceinline__ void write_block(const float (&x)[2][4], const float (&y)[2][4], float4* to) {
+#pragma unroll
+    for (int v = 0; v < 2; v++) {
+        to[v * 32] = {x[v][0], x[v][1], x[v][2], x[v][3]};
+        to[(2 + v) * 32] = {y[v][0], y[v][1], y[v][2], y[v][3]};
+    }
+}
+
+// Adds to a block of M and J what the decayed tokens base .. base + ENTRY - 1 write.
+__device__ __forceinline__ void add_tokens(const u32* shared, float (&M)[2][4], float (&J)[2][4], int key_block,
+                                           int group, int base) {
+    const int lane = threadIdx.x & 31, matrix = lane / 8, in = lane % 8;
+    const u32* const keys = shared + DECAYED + (matrix / 2 * 8 + in) * KEY_ROW + key_block * 8 + matrix % 2 * 4;
+    const u32* const rows = shared + WRITE + (base + matrix % 2 * 8 + in) * VALUE_ROW + group * 8 + matrix / 2 * 4;
+    u32 writes[4], evidence[4], a[4];
+    load_transposed(writes, rows), load_transposed(evidence, rows + CHUNK * VALUE_ROW);
+#pragma unroll
+    for (int word = 0; word < 4; word++) {
+        load_transposed(a, keys + word * FACTOR);
+        if (word < 2) multiply(M[0], a, writes[0], writes[1]), multiply(M[1], a, writes[2], writes[3]);
+        else multiply(J[0], a, evidence[0], evidence[1]), multiply(J[1], a, evidence[2], evidence[3]);
+    }
+}
+
+// Tokens [first, first + tokens) of the chunk.
+struct Tile {
+    int first, tokens;
+    bool careful;     // is a decay within the tile not near 1?
+    float gauge;      // c_s of token s = lane (from `tokens` on, that of the last one)
+    float inverse;    // 1 / c_s
+};
+__device__ __forceinline__ Tile cut(const float* decays, int end) {
+    const int lane = threadIdx.x & 31;
+    Tile tile;
+    const float own = lane < TILE && lane < end ? decays[end - 1 - lane] : 0.f;
+    const u32 stops = __ballot_sync(~0u, lane >= TILE - 1 || own < -STRONG || lane + 1 >= end);
+    tile.tokens = 1;
+    while (!(stops >> (tile.tokens - 1) & 1)) tile.tokens++;
+    tile.first = end - tile.tokens;
+    tile.careful = __ballot_sync(~0u, lane < tile.tokens - 1 && own < CAREFUL_BELOW);
+    float sum = lane >= 1 && lane < tile.tokens ? decays[tile.first + lane] : 0.f;
+#pragma unroll
+    for (int s = 1; s < TILE; s <<= 1) {
+        const float earlier = __shfl_up_sync(~0u, sum, s);
+        if (lane >= s) sum += earlier;
+    }
+    sum = __shfl_sync(~0u, sum, min(lane, TILE - 1));
+    tile.gauge = expf(sum), tile.inverse = expf(-sum);
+    return tile;
+}
+
+// Decays over tokens base .. last of the chunk: from each (lane = token - base) to the last, and from before the first.
+// Sums, never differences: exact beside any decay.
+struct Decays { float after, whole; };
+__device__ __forceinline__ Decays decays_to(const float* decays, int base, int last) {
+    const int lane = threadIdx.x & 31;
+    float sum = base + lane <= last ? decays[base + lane] : 0.f;
+#pragma unroll
+    for (int s = 1; s < 32; s <<= 1) {
+        const float later = __shfl_down_sync(~0u, sum, s);
+        if (lane + s < 32) sum += later;
+    }
+    const float later = __shfl_down_sync(~0u, sum, 1);
+    return {expf(lane == 31 ? 0.f : later), expf(__shfl_sync(~0u, sum, 0))};
+}
+
+// Decayed k and k^2 of tokens base .. base + count - 1 (then zeros), by all threads.
+__device__ __forceinline__ void prepare_decayed(u32* shared, int base, int count, float decay) {
+    const int items = count ? ENTRY * KEYS / 8 : 0;
+#pragma unroll 1
+    for (int x0 = 0; x0 < items; x0 += THREADS) {
+        const int x = x0 + threadIdx.x, t = x / (KEYS / 8) % ENTRY, j = x % (KEYS / 8);
+        const float own = __shfl_sync(~0u, decay, t), factor = t < count ? own : 0.f;
+        if (x >= items) continue;
+        const uint4 raw = *(const uint4*)(shared + KEY + (base + t) * KEY_ROW + 4 * j);
+        const u32 words[4] = {raw.x, raw.y, raw.z, raw.w};
+        u32* const to = shared + DECAYED + t * KEY_ROW + j / 2 * 8 + j % 2 * 2;
+        u32 a[8], s[8];
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const float k0 = low_bf16(words[e]), k1 = high_bf16(words[e]);
+            a[e] = split(k0 * factor), a[4 + e] = split(k1 * factor);
+            s[e] = split(k0 * (k0 * factor)), s[4 + e] = split(k1 * (k1 * factor));
+        }
+#pragma unroll
+        for (int odd = 0; odd < 2; odd++)
+#pragma unroll
+            for (int part = 0; part < 2; part++) {
+                const u32 selector = part ? 0x7632 : 0x5410;
+                const u32 *const p = a + 4 * odd, *const q = s + 4 * odd;
+                u32* const place = to + part * FACTOR + 4 * odd;
+                *(uint2*)place = {__byte_perm(p[0], p[1], selector), __byte_perm(p[2], p[3], selector)};
+                *(uint2*)(place + 2 * FACTOR) = {__byte_perm(q[0], q[1], selector), __byte_perm(q[2], q[3], selector)};
+            }
+    }
+}
+
+// What the tile's products need, from what lies in shared memory as it came; a token that is none multiplies zeros.
+__device__ __forceinline__ void prepare_tile(u32* shared, const Tile& tile, float prior, float scale) {
+    float* const floats = (float*)shared;
+    const int skip = TILE - tile.tokens;  // of the 8 tokens fetched
+#pragma unroll 1
+    for (int x0 = 0; x0 < TILE * ALL_BLOCKS * 8; x0 += THREADS) {
+        const int x = x0 + threadIdx.x, s = x / (ALL_BLOCKS * 8) % TILE, j = x % (ALL_BLOCKS * 8);
+        const float by = __shfl_sync(~0u, tile.inverse, s), before = __shfl_sync(~0u, tile.inverse, s ? s - 1 : 0);
+        if (x >= TILE * ALL_BLOCKS * 8) continue;
+        uint4 words = {0u, 0u, 0u, 0u};
+        u32 of_prior = 0;
+        float2 query = {0.f, 0.f};
+        if (s < tile.tokens) {
+            const u32 raw = shared[KEY + (tile.first + s) * KEY_ROW + j];
+            const u32 q = shared[NEXT_QUERY + (skip + s) * KEYS / 2 + j];
+            const float k0 = low_bf16(raw), k1 = high_bf16(raw);
+            words = {split(k0 * by), split(k1 * by), split(k0 * (k0 * by)), split(k1 * (k1 * by))};
+            of_prior = split(prior * (by - before));
+            query = {scale * low_bf16(q), scale * high_bf16(q)};
+        }
+        *(uint4*)(shared + UPDATE + 8 * x) = words;
+        *(uint4*)(shared + UPDATE + 8 * x + 4) = {of_prior, of_prior, 0u, 0u};
+        *(float2*)(floats + QUERY + 2 * x) = query;
+    }
+    const u16 *const writes = (const u16*)(shared + WRITE), *const evidence = (const u16*)(shared + EVIDENCE);
+#pragma unroll 1
+    for (int x = threadIdx.x; x < TILE * ROW_GROUPS * 8; x += THREADS) {
+        const int s = x / (ROW_GROUPS * 8), i = x / 8 % ROW_GROUPS * 16 + x % 8;
+        const int at = min(tile.first + s, CHUNK - 1) * 2 * VALUE_ROW + i;
+        const u32 w0 = writes[at], w1 = writes[at + 8], b0 = evidence[at], b1 = evidence[at + 8];
+        *(uint4*)(shared + OTHER + 8 * x) = {w0 * 0x10001u, w1 * 0x10001u, b0 * 0x10001u, b1 * 0x10001u};
+        *(uint4*)(shared + OTHER + 8 * x + 4) = {0x3f803f80u, 0x3f803f80u, 0u, 0u};
+    }
+#pragma unroll 1
+    for (int x = threadIdx.x; x < TILE * ROW_GROUPS * 4; x += THREADS) {
+        const int s = x / (ROW_GROUPS * 4), at = NEXT_D_OUTPUT + (skip + s) * ROWS / 2 + x / 4 % ROW_GROUPS * 8 + x % 4;
+        float4 d = {0.f, 0.f, 0.f, 0.f};
+        if (s < tile.tokens)
+            d = {low_bf16(shared[at]), high_bf16(shared[at]), low_bf16(shared[at + 4]), high_bf16(shared[at + 4])};
+        *(float4*)(floats + D_OUTPUT + 4 * x) = d;
+    }
+}
+
+// q and dy of the 8 tokens before token `end` of the span, on their way.
+__device__ __forceinline__ void fetch_tile(u32* shared, const u16* q, const u16* d_output, i64 span_first, int end,
+                                           int heads, i64 head, int block) {
+    for (int x = threadIdx.x; x < TILE * (KEYS + ROWS) / 8; x += THREADS) {
+        const bool query = x < TILE * KEYS / 8;
+        const int y = query ? x : x - TILE * KEYS / 8, per = (query ? KEYS : ROWS) / 8, t = end - TILE + y / per;
+        const i64 at = (span_first + t) * heads + head;
+        const u16* const from = query ? q + at * KEYS : d_output + at * VALUES + block * ROWS;
+        u32* const to = shared + (query ? NEXT_QUERY : NEXT_D_OUTPUT) + 4 * y;
+        copy_16(to, t < 0 ? q : from + y % per * 8, t >= 0);
+    }
+    copies_issued();
+}
+
+// k, w and beta of a chunk, on their way; zeros beyond its tokens. `row0`: of its first token, counted with the heads.
+__device__ __forceinline__ void fetch_chunk(u32* shared, const u16* k, const u16* w, const u16* beta, i64 row0,
+                                            int heads, int block, int chunk_tokens) {
+    for (int x = threadIdx.x; x < CHUNK * KEYS / 8; x += THREADS) {
+        const int t = x / (KEYS / 8), j = x % (KEYS / 8) * 8;
+        const bool valid = t < chunk_tokens;
+        copy_16(shared + KEY + t * KEY_ROW + j / 2, k + (row0 + (valid ? t * heads : 0)) * KEYS + j, valid);
+    }
+    for (int x = threadIdx.x; x < CHUNK * ROWS / 8; x += THREADS) {
+        const int t = x / (ROWS / 8), i = x % (ROWS / 8) * 8;
+        const bool valid = t < chunk_tokens;
+        const i64 from = (row0 + (valid ? t * heads : 0)) * VALUES + block * ROWS + i;
+        u32* const to = shared + WRITE + t * VALUE_ROW + i / 2;
+        copy_16(to, w + from, valid), copy_16(to + CHUNK * VALUE_ROW, beta + from, valid);
+    }
+    copies_issued();
+}
+
+// The same and the states before the chunk, to the cache that all multiprocessors share.
+__device__ __forceinline__ void prefetch_chunk(const u16* k, const u16* w, const u16* beta, const float* m,
+                                               const float* j, i64 row0, int heads, int block) {
+    for (int x = threadIdx.x; x < ROWS * KEYS / 32; x += THREADS) prefetch(m + 32 * x), prefetch(j + 32 * x);
+    for (int t = threadIdx.x; t < CHUNK; t += THREADS) {
+        for (int x = 0; x < KEYS; x += 64) prefetch(k + (row0 + t * heads) * KEYS + x);
+        for (int x = 0; x < ROWS; x += 64) {
+            const i64 at = (row0 + t * heads) * VALUES + block * ROWS + x;
+            prefetch(w + at), prefetch(beta + at);
+        }
+    }
+}

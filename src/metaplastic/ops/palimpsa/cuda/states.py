@@ -1,0 +1,63 @@
+"""States at the boundaries of spans and chunks: what lets spans run side by side, and where backward starts from."""
+
+from torch import Tensor
+
+from . import compile as compiler
+from . import layout
+from .problem import CHUNK, Problem, Spans, cut, prepare
+
+
+def chunk_states(k, w, beta, g, information, excess_precision, offsets: Tensor | None) -> tuple[Tensor, Tensor]:
+    """M and J before every chunk of 64 tokens: ``[chunks * H, V, K]`` each, float32 (float64 if k is float64).
+
+    Of a dense batch, ``[(b * H + h) * C + c]`` with C = ceil(T / 64). Of packed sequences, each cut from its own first
+    token: ``[first * H + h * C + c]``, C the sequence's own number of chunks and ``first`` that of all earlier ones.
+    """
+    problem = prepare(k, k, w, beta, g, g.new_ones(k.shape[2]), information, excess_precision, offsets)
+    m, j = write_chunk_states(problem)
+    keys, values = problem.sizes
+    return m[:, :values, :keys], j[:, :values, :keys]
+
+
+def write_chunk_states(problem: Problem) -> tuple[Tensor, Tensor]:
+    """The same for prepared inputs, K and V padded as there."""
+    heads, keys, values = problem.shape
+    length = layout.span_length(problem, layout.states(keys, values))
+    spans = cut(problem.cuts, length, problem.q.device)
+    entry = problem.state if spans.count == spans.sequences else entry_states(problem, spans)
+    m, j = (problem.new_state(spans.chunks * heads) for _ in range(2))
+    _run(problem, spans, layout.CHUNKS, *entry, m, j, None)
+    return m, j
+
+
+def entry_states(problem: Problem, spans: Spans) -> tuple[Tensor, Tensor]:
+    """M and J ``[S, H, V, K]`` before every span."""
+    heads, keys, values = problem.shape
+    m, j = (problem.new_state(spans.count, heads) for _ in range(2))
+    decay = problem.g.new_empty(spans.count, heads)
+    _run(problem, spans, layout.LOCAL, None, None, m, j, decay)
+    carry = compiler.kernel("carry", problem.device, REAL=layout.real(problem))
+    elements = keys * values
+    blocks = -(-elements // 1024) * 2 * heads * spans.sequences
+    if blocks:
+        carry(blocks, spans.first, *problem.state, decay, m, j, heads, elements)
+    return m, j
+
+
+def _run(problem: Problem, spans: Spans, job: int, entry_m, entry_j, m: Tensor, j: Tensor, decay: Tensor | None):
+    p, sizes = problem, problem.shape
+    if layout.on_tensor_cores(problem):
+        shape = layout.states(*sizes[1:])
+        run = compiler.kernel("states", p.device, JOB=job, **shape.definitions)
+        arguments = (p.k, p.w, p.beta, p.g, spans.table, entry_m, entry_j, m, j, decay, *sizes)
+    else:
+        shape = layout.recurrent(problem)
+        run = compiler.kernel("recurrent", p.device, JOB=job, VARIANCE=0, **shape.definitions)
+        arguments = (
+            p.q, p.k, p.w, p.beta, p.g, p.prior, spans.table, entry_m, entry_j, None, None, m, j, decay, *sizes, 1.0,
+        )  # fmt: skip
+    if blocks := shape.blocks(problem, spans.count):
+        run(blocks, *arguments)
+
+
+__all__ = ["CHUNK", "chunk_states", "entry_states", "write_chunk_states"]

@@ -1,0 +1,136 @@
+"""The CUDA backward pass on the emulator of test_palimpsa_cuda.py: the kernels' own sources, on the CPU."""
+
+import importlib
+
+import pytest
+import torch
+
+from metaplastic.ops import accuracy
+from metaplastic.ops.accuracy import Case
+from metaplastic.ops.palimpsa.cuda import layout
+
+from .test_palimpsa_cuda import emulated, emulator, needs_compiler  # noqa: F401 (the first two are fixtures)
+
+cuda = importlib.import_module("metaplastic.ops.palimpsa.cuda.backward")  # the package's `backward` is the function
+NAMES = ("q", "k", "w", "beta", "g", "prior")
+pytestmark = needs_compiler
+
+
+def errors(case, dtype, *, variance=False, final=True, norm=False):
+    """Relative error of every gradient: of its largest element, or in the Euclidean norm."""
+    inputs = accuracy.example("palimpsa", case, dtype)
+    exact = accuracy.as_reference(inputs)
+    read = accuracy.OPERATORS["palimpsa"][0](**exact, backend="reference")
+    source = torch.Generator().manual_seed(1)
+    d_output, d_variance, d_m, d_j = (
+        torch.randn(x.shape, generator=source, dtype=torch.float64).bfloat16().double()
+        for x in (read.output, read.variance, *read.state)
+    )
+    loss = (read.output * d_output).sum()
+    if variance:
+        loss = loss + (read.variance * d_variance).sum()
+    if final:
+        loss = loss + (read.state[0] * d_m).sum() + (read.state[1] * d_j).sum()
+    leaves = [exact[n] for n in NAMES] + list(exact.get("initial_state") or ())
+    expected = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+    real = inputs["g"].dtype
+    state = inputs.get("initial_state") or (None, None)
+    offsets = None if case.offsets is None else torch.tensor(case.offsets)
+    found = cuda.backward(
+        d_output.to(dtype), d_variance.to(real) if variance else None,
+        *((d.to(real) if final else None) for d in (d_m, d_j)),
+        *(inputs[n] for n in NAMES), *state, offsets, case.scale,
+    )  # fmt: skip
+    size = torch.Tensor.norm if norm else lambda x: x.abs().max()
+    return {
+        name: (size(x.double() - y) / size(y).clamp(min=1e-30)).item()
+        for name, x, y in zip((*NAMES, "M", "J"), found, expected, strict=False)
+        if y.numel()
+    }
+
+
+@pytest.mark.parametrize(
+    ("dtype", "variance"), [(torch.float32, True), pytest.param(torch.float64, False, marks=pytest.mark.slow)]
+)
+def test_plain_kernel(emulated, dtype, variance):  # noqa: F811
+    bound = accuracy.TOLERANCES["palimpsa", "chunked"][dtype].gradient
+    for case in accuracy.CASES:
+        worst = errors(case, dtype, variance=variance)
+        assert max(worst.values()) < bound, (case, worst)
+    assert "backward" in emulated
+
+
+KEYS, VALUES = 24, 40  # padded to two blocks of 16 and three
+
+
+@pytest.mark.parametrize("decay", ["none", "mild", "mixed"])
+def test_tensor_core_kernel(emulated, decay):  # noqa: F811
+    case = Case(length=70, batch=1, key_size=KEYS, value_size=VALUES, decay=decay)
+    worst = errors(case, torch.bfloat16, norm=True)
+    assert "backward_tensor" in emulated
+    assert max(worst.values()) < 5e-3, worst
+
+
+def test_several_blocks_of_keys_and_values(emulated, monkeypatch):  # noqa: F811
+    """As for large heads: warps share the keys, sums run over blocks of values."""
+    shape = {"KEY_BLOCKS": 3, "KEY_PARTS": 2, "ROW_GROUPS": 1, "VALUE_BLOCKS": 2}
+    monkeypatch.setattr(cuda, "tensor_walk", lambda *_: cuda.Walk("backward_tensor", 16, 0, 1, 6 * 8192, shape))
+    worst = errors(Case(length=70, batch=1, key_size=96, value_size=32, decay="mixed"), torch.bfloat16, norm=True)
+    assert "backward_tensor" in emulated
+    assert max(worst.values()) < 5e-3, worst
+
+
+def test_tensor_core_kernel_packed_without_states(emulated):  # noqa: F811
+    offsets = (0, 0, 1, 40, 40, 144)
+    case = Case(length=150, batch=1, key_size=KEYS, value_size=VALUES, decay="mixed", offsets=offsets, initial=False)
+    worst = errors(case, torch.bfloat16, final=False, norm=True)
+    assert "backward_tensor" in emulated
+    assert max(worst.values()) < 5e-3, worst
+
+
+def test_every_strength_of_decay(emulated):  # noqa: F811
+    """Decays from near 1 to 0, alone and side by side, within the same tile of 8 tokens."""
+    generator = torch.Generator().manual_seed(3)
+    for strength in (0.1, 1.0, 3.0, 8.0, 1000.0):
+        case = Case(length=24, batch=1, heads=1, key_size=KEYS, value_size=VALUES)
+        made = accuracy.example("palimpsa", case, torch.bfloat16)
+        with torch.no_grad():
+            made["g"].copy_(-strength * torch.rand(made["g"].shape, generator=generator))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(accuracy, "example", lambda *_, made=made: made)
+            worst = errors(case, torch.bfloat16, norm=True)
+        assert worst["prior"] < 1e-4, (strength, worst)  # summed before anything is rounded
+        assert max(worst.values()) < 5e-3, (strength, worst)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_spans_side_by_side_change_nothing(emulated, monkeypatch, dtype):  # noqa: F811
+    case = Case(length=200, batch=1, heads=1, decay="mild", key_size=KEYS, value_size=VALUES)
+    whole = errors(case, dtype, norm=True)
+    monkeypatch.setattr(layout, "span_length", lambda *_: 64)
+    monkeypatch.setattr(cuda, "LEAST_SPAN", 64)
+    for budget in (1, 1 << 30):  # one span at a time, then all together
+        monkeypatch.setattr(cuda, "BUDGET", budget)
+        monkeypatch.setattr(layout, "_processors", lambda _, budget=budget: budget)
+        emulated.clear()
+        cut = errors(case, dtype, norm=True)
+        assert emulated.count("backward" if dtype == torch.float32 else "backward_tensor") == (8 if budget == 1 else 2)
+        assert max(cut.values()) < max(1e-5, 1.5 * max(whole.values())), (whole, cut)
+
+
+def test_groups_fill_the_device():
+    assert cuda.group_size(16, 32, 132, 40) == 4  # 128 blocks of 132 at a time, four times
+    assert cuda.group_size(16, 32, 132, 2) == 2  # memory for no more
+    assert cuda.group_size(3, 1000, 132, 0) == 1
+    assert cuda.group_size(8, 80, 132, 8) == 8
+
+
+def test_every_size_has_a_kernel_that_fits():
+    for keys in range(16, 257, 16):
+        for values in (16, 48, 64, 192, 256):
+            walk = cuda.tensor_walk(keys, values)
+            assert walk is not None and walk.shared_bytes <= cuda.SHARED_BYTES, (keys, values)
+            assert walk.rows * walk.definitions["VALUE_BLOCKS"] == values
+    assert cuda.plain_walk(256, torch.float32, True) is not None
+    assert cuda.plain_walk(257, torch.float32, False) is None  # then the chunked backend takes over
