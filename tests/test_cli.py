@@ -375,6 +375,29 @@ def test_size_of_a_saved_model_takes_no_sizes(command, trained, tmp_path):
     assert (code, out) == (2, "") and "config.json names no model_type" in one_line(err)
 
 
+def test_hybrids_and_models_without_a_tokenizer(command, texts, tmp_path):
+    """Mixers with commas take turns up the layers; a model saved from Python is told which tokenizer it reads by."""
+    out = tmp_path / "run"
+    hybrid = ("--mixer", "bayesian,attention", "--layers", 4, "--heads", 2, "--hidden-size", 16, "--steps", 2)
+    code, _, err = command("train", texts, *hybrid, "--batch-size", 2, "--block-length", 32, "-o", out)
+    assert code == 0, err
+    config = json.loads((out / "final" / "config.json").read_text())
+    assert config["mixers"] == ["bayesian", "attention"] * 2
+    for wrong, message in (("bayesian,lstm", "unknown mixer 'lstm'"), ("mamba2,mamba2,bayesian", "3 names")):
+        code, _, err = command("size", "--mixer", wrong)
+        assert code == 2 and message in one_line(err)
+    for file in (out / "final").glob("*token*"):
+        file.unlink()
+    for verb in (
+        ("generate", out / "final", "ab"),
+        ("inspect", out / "final", "--text", "ab", "-o", tmp_path / "seen"),
+    ):
+        code, _, err = command(*verb)
+        assert code == 2 and "none is saved in" in one_line(err) and "expected 'bytes'" in one_line(err)
+        code, shown, err = command(*verb, "--tokenizer", "bytes")
+        assert code == 0 and shown, err
+
+
 def test_size_with_groups(command):
     sizes = [command("size", "--mixer", "mamba2", "--groups", groups)[1] for groups in (1, 2)]
     assert sizes[0] != sizes[1] and sizes[0] == command("size", "--mixer", "mamba2")[1]

@@ -18,7 +18,19 @@ from rich.table import Table
 
 from .cli_bench import bench
 from .cli_data import data
-from .terminal import Groups, KeySize, Mixer, Output, ValueSize, check_text, console, make_folder, number, print_table
+from .terminal import (
+    Groups,
+    KeySize,
+    Mixer,
+    Output,
+    SavedTokenizer,
+    ValueSize,
+    check_text,
+    console,
+    make_folder,
+    number,
+    print_table,
+)
 from .terminal import quiet_transformers as _quiet_transformers
 
 app = typer.Typer(
@@ -155,12 +167,14 @@ def generate(
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.8,
     top_p: float = 0.95,
     seed: int = 0,
+    tokenizer: SavedTokenizer = None,
 ) -> None:
     """Continue a text, streaming it as it is generated, at constant memory."""
     _quiet_transformers()
     from .training.generation import stream
 
-    stream(model, prompt, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    sampling: Any = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
+    stream(model, prompt, tokenizer=tokenizer, **sampling)
 
 
 @app.command()
@@ -170,11 +184,12 @@ def inspect(
     text: Annotated[str | None, typer.Option(help="A text to read, instead of a file.")] = None,
     output: Output = Path("runs/inspect"),
     max_tokens: Annotated[int, typer.Option(help="Read at most so many tokens of it.")] = 32768,
+    tokenizer: SavedTokenizer = None,
 ) -> None:
     """How sure each memory grows on a text, how long it lasts, and how near each head is to Mamba2's rule."""
     _quiet_transformers()
     from .inspection import SUMMARY, inspect_text, legend, summary_row
-    from .training.saved import find_model, load_model, load_tokenizer
+    from .training.saved import find_model, load_model, load_reader
 
     source = text if file is None else file
     if source is None or None not in (file, text):
@@ -182,15 +197,17 @@ def inspect(
     make_folder(output)
     if file is not None:
         check_text(file, 16 * max_tokens)
-    network, tokenizer = load_model(model), load_tokenizer(find_model(model))
-    layers, page = inspect_text(network, tokenizer, source, output, title=model.resolve().name, max_tokens=max_tokens)
+    network = load_model(model)
+    reader = load_reader(find_model(model), tokenizer, network.config)
+    layers, page = inspect_text(network, reader, source, output, title=model.resolve().name, max_tokens=max_tokens)
     table = Table(title="Memory", title_justify="left")
     for column in SUMMARY:
         table.add_column(column, overflow="fold", no_wrap=column == "mixer")
     for layer in layers:
         table.add_row(*(number(cell) for cell in summary_row(layer)))
     console.print(table)
-    console.print(legend(layers), markup=False, highlight=False)
+    if told := legend(layers):
+        console.print(told, markup=False, highlight=False)
     console.print(f"results: {output / 'results.json'}\nopen in a browser: {page}")
 
 

@@ -11,7 +11,16 @@ from rich.table import Table
 
 # Spelled out, so that help needs no PyTorch; a test compares it with metaplastic.layers.MIXERS.
 MIXER_NAMES = ("palimpsa_d", "palimpsa_d_additive", "palimpsa_m", "mamba2", "bayesian", "gated_deltanet", "attention")
-Mixer = Annotated[str, typer.Option(help=f"The layer that mixes tokens: {', '.join(MIXER_NAMES)}.")]
+Mixer = Annotated[
+    str,
+    typer.Option(
+        help=f"The layer that mixes tokens: {', '.join(MIXER_NAMES)}. Several with commas take turns up the layers."
+    ),
+]
+SavedTokenizer = Annotated[
+    str | None,
+    typer.Option("--tokenizer", help='"bytes", a folder or a Hugging Face name. None: the one saved with the model.'),
+]
 KeySize = Annotated[int | None, typer.Option(help="Of a head. None: hidden size / heads.")]
 ValueSize = Annotated[
     int | None, typer.Option(help="Of a head. None: hidden size / heads (palimpsa_m, mamba2: twice).")

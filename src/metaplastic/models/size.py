@@ -14,7 +14,7 @@ state and its work grow with the tokens seen, and are counted on their own.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -133,19 +133,39 @@ def _count(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-def mixer_options(
-    mixer: str, heads: int, key_size: int | None, value_size: int | None, groups: int | None
-) -> dict[str, dict[str, int]]:
-    """The ``mixer_options`` of a model whose layers are all alike, from the options of a command; None: the default.
+def layer_mixers(mixer: str, layers: int) -> list[str]:
+    """One name per layer of what a command says: a name for all, or several with commas, repeated up the layers.
 
     Raises:
-        ValueError: ``groups`` of a mixer that has none.
+        ValueError: an unknown name, or a number of layers that is no multiple of that of the names.
     """
-    if groups is not None and mixer in MIXERS and "num_groups" not in mixer_option_names(mixer):
-        known = ", ".join(name for name in MIXERS if "num_groups" in mixer_option_names(name))
-        raise ValueError(f"groups is for mixers whose heads share keys ({known}), got {groups} with {mixer}")
+    names = [name.strip() for name in mixer.split(",")]
+    for name in names:
+        if name not in MIXERS:
+            raise ValueError(f"mixer: unknown mixer {name!r}; known: {', '.join(MIXERS)}")
+    if layers % len(names):
+        raise ValueError(f"mixer: {len(names)} names ({mixer}) do not divide {layers} layers")
+    return names * (layers // len(names))
+
+
+def mixer_options(
+    mixers: Sequence[str], heads: int, key_size: int | None, value_size: int | None, groups: int | None
+) -> dict[str, dict[str, int]]:
+    """The ``mixer_options`` of a model from the options of a command, for every mixer that has them; None: the default.
+
+    Raises:
+        ValueError: ``groups`` where no mixer has any.
+    """
+    grouped = [name for name in MIXERS if "num_groups" in mixer_option_names(name)]
+    if groups is not None and not set(grouped) & set(mixers):
+        of = f"mixers whose heads share keys ({', '.join(grouped)})"
+        raise ValueError(f"groups is for {of}, got {groups} with {', '.join(dict.fromkeys(mixers))}")
     options = {"num_heads": heads, "key_size": key_size, "value_size": value_size, "num_groups": groups}
-    return {mixer: {name: value for name, value in options.items() if value is not None}}
+    given = {name: value for name, value in options.items() if value is not None}
+    return {
+        mixer: {name: value for name, value in given.items() if name != "num_groups" or mixer in grouped}
+        for mixer in dict.fromkeys(mixers)
+    }
 
 
 def from_options(
@@ -162,12 +182,13 @@ def from_options(
     tied: bool,
 ) -> MetaplasticConfig:
     """The configuration that the options of ``metaplastic size`` describe, named as those of ``metaplastic train``."""
+    mixers = layer_mixers(mixer, layers)
     return MetaplasticConfig(
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         num_hidden_layers=layers,
-        mixers=mixer,
-        mixer_options=mixer_options(mixer, heads, key_size, value_size, groups),
+        mixers=mixers,
+        mixer_options=mixer_options(mixers, heads, key_size, value_size, groups),
         intermediate_size=intermediate_size or None,
         tie_word_embeddings=tied,
     )

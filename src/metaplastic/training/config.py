@@ -27,8 +27,9 @@ class TrainConfig:
     name; None: the one of ``data``, the one saved with ``model``, or bytes.
 
     Model: ``model`` continues from a saved one, whose sizes it has; with ``plasticity``, in its metaplastic form, of
-    which this is the dial (:func:`metaplastic.models.metaplastic_form`). Otherwise sizes and ``mixer`` make a new one.
-    ``groups``: of heads that share keys, for the mixers that have them. ``intermediate_size`` 0 leaves the MLP out.
+    which this is the dial (:func:`metaplastic.models.metaplastic_form`). Otherwise sizes and ``mixer`` make a new one:
+    one name for all layers, or several with commas, which take turns up the layers. ``groups``: of heads that share
+    keys, for the mixers that have them. ``intermediate_size`` 0 leaves the MLP out.
 
     Optimisation: AdamW, ``warmup`` steps, then cosine to zero at ``steps``.
 
@@ -79,6 +80,8 @@ class TrainConfig:
             given = getattr(self, name)
             given = (given,) if isinstance(given, (str, os.PathLike)) else given
             object.__setattr__(self, name, tuple(str(each) for each in given))
+        if not isinstance(self.mixer, str):
+            raise ValueError(f"mixer must be a name, or several with commas between, got {self.mixer!r}")
         for name in (
             "hidden_size", "layers", "heads", "block_length", "batch_size", "accumulation", "steps",
             "held_out_documents", "shuffle_window",

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase, set_seed
 
 from .. import results
 from ..models import MetaplasticConfig, MetaplasticForCausalLM, metaplastic_form
-from ..models.size import mixer_options
+from ..models.size import layer_mixers, mixer_options
 from ..tasks import shards, stream, text
 from .card import write_card
 from .checkpoint import check_seal, last_checkpoint, step_of
@@ -155,14 +155,15 @@ def _model(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Metaplast
             sizes = f"has {needed} tokens, model {folder} {model.config.vocab_size}"
             raise ValueError(f"{given} {sizes}: {advice}")
         return model if config.plasticity is None else metaplastic_form(model, plasticity=config.plasticity)
-    options = mixer_options(config.mixer, config.heads, config.key_size, config.value_size, config.groups)
+    mixers = layer_mixers(config.mixer, config.layers)
+    options = mixer_options(mixers, config.heads, config.key_size, config.value_size, config.groups)
     special: Any = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     return MetaplasticForCausalLM(
         MetaplasticConfig(
             vocab_size=text.vocabulary_size(tokenizer),
             hidden_size=config.hidden_size,
             num_hidden_layers=config.layers,
-            mixers=config.mixer,
+            mixers=mixers,
             mixer_options=options,
             intermediate_size=config.intermediate_size or None,
             **special,

@@ -82,8 +82,19 @@ def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
         return text.load_tokenizer(source)
     except OSError as error:
         expected = "'bytes', a folder with a saved tokenizer, or a name on the Hugging Face hub (needs a network once)"
+        files = ("tokenizer_config.json", "tokenizer.json")
+        if os.path.isdir(source) and not any(os.path.exists(os.path.join(source, file)) for file in files):
+            raise OSError(f"tokenizer: none is saved in {str(source)!r}, expected {expected}") from error
         reason = " ".join(f" ({error.__cause__})".split()) if os.path.exists(source) else ""
         raise OSError(f"tokenizer: got {str(source)!r}, expected {expected} {reason}".rstrip()) from error
+
+
+def load_reader(folder: Path, tokenizer: str | None, config: MetaplasticConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer given, or the one saved with the model; raises ValueError if the model lacks some of its tokens."""
+    reader = load_tokenizer(tokenizer or folder)
+    if (needed := text.vocabulary_size(reader)) > config.vocab_size:
+        raise ValueError(f"tokenizer: {tokenizer or folder} has {needed} tokens, the model {config.vocab_size}")
+    return reader
 
 
 def save_final(trainer: MetaplasticTrainer, output: Path) -> None:
