@@ -25,9 +25,10 @@ def keys(kind, length, source):
 @pytest.mark.parametrize("observation", [1e-2, 1.0])
 @pytest.mark.parametrize("length", [20_000, pytest.param(100_000, marks=pytest.mark.slow)])
 def test_many_tokens(kind, noise, observation, length):
-    """Within 1e-4, but for keys seen again and again while the rest drifts undecayed.
+    """Within 1e-4 of the largest; the final mean within 2e-4.
 
-    Its variance grows without end (to 3 and 11), and rounding writes a little into it at every token.
+    Hardest are keys seen again and again while the rest drifts undecayed: its variance grows without end (to 3 and 11),
+    and whatever rounding writes into it is never corrected.
     """
     source = torch.Generator().manual_seed(0)
     k = keys(kind, length, source)
@@ -46,11 +47,10 @@ def test_many_tokens(kind, noise, observation, length):
     with torch.no_grad():
         exact = ops.bayesian(*inputs, prior_variance=prior, output_variance=True)
         found = ops.bayesian(*(x.float() for x in inputs), prior_variance=prior.float(), output_variance=True)
-    hard = noise == "free, no decay" and kind in ("repeated", "collinear", "few")
     for name, a, b, bound in (
-        ("output", found.output, exact.output, 2.5e-8 * length if hard else 1e-4),
+        ("output", found.output, exact.output, 1e-4),
         ("variance", found.variance, exact.variance, 1e-4),
-        ("mean", found.state.mean, exact.state.mean, 2.5e-7 * length if hard else 2e-4),
+        ("mean", found.state.mean, exact.state.mean, 2e-4),
         ("covariance", found.state.covariance, exact.state.covariance, 1e-4),
     ):
         error = ((a.double() - b).abs().max() / b.abs().max()).item()

@@ -75,18 +75,23 @@ def symmetric(x: Tensor) -> Tensor:
 class Chunk:
     """k ``[n, H, G, C, K]``, v ``[n, H, G, C, V / G]``, mean ``[n, H, G, K, V / G]``, covariance ``[n, H, G, K, K]``.
 
-    Queries q ``[n, H, 1, C, K]`` are shared by the groups. ``whitening``: L^-1, if it is known already.
+    Queries q ``[n, H, 1, C, K]`` are shared by the groups. ``whitening``: L^-1, if it is known already. The covariance
+    may be in a wider dtype than all else; then so is what rounding would do lasting harm to. A key that is seen again
+    and again leaves P k tiny beside a P that goes on growing: in float32 every token would write rounding errors of P
+    along directions that no token corrects.
     """
 
     def __init__(
         self, k: Tensor, v: Tensor, decay: Decay, noise: Noise, mean: Tensor, covariance: Tensor, whitening=None
     ):
-        self.k, self.v, self.decay, self.noise, self.mean, self.covariance = k, v, decay, noise, mean, covariance
+        self.k, self.v, self.decay, self.noise, self.mean = k, v, decay, noise, mean
+        self.wide, self.covariance = covariance, covariance.to(k.dtype)
         # Products with a triangle of ones: at this size several times as fast as tril.
         self.lower = torch.ones(k.shape[-2], k.shape[-2], dtype=k.dtype, device=k.device).tril()
         self.strictly_lower = self.lower.tril(-1)
         self.entered = decay.entry * k  # Kg
-        self.spread = self.entered @ covariance  # W
+        spread = self.entered.to(covariance.dtype) @ covariance  # W
+        self.spread = spread.to(k.dtype)
         self.gathered = noise.times(k)  # y
         if whitening is None:
             known = self._mirrored(self.spread @ self.entered.mT + decay.pairs(k, self.gathered))
@@ -98,7 +103,8 @@ class Chunk:
             whitening = torch.linalg.solve_triangular(factor, identity.expand_as(factor), upper=False)
         self.whitening = whitening
         self.innovation = whitening @ (v - self.entered @ mean)  # e
-        self.gain = whitening @ (decay.last * self.spread + decay.tail * self.gathered)  # U
+        gain = whitening.to(spread.dtype) @ (decay.last * spread + decay.tail * self.gathered)  # U
+        self.gain = gain.to(k.dtype)
 
     def _mirrored(self, x: Tensor) -> Tensor:
         """The symmetric matrix with the lower triangle of x."""
@@ -107,23 +113,23 @@ class Chunk:
     def final(self) -> tuple[Tensor, Tensor]:
         """Mean and covariance after the chunk."""
         last = self.decay.last
-        covariance = last.mT * self.covariance * last + self.noise.last_as_matrix(self.k.shape[-1])
+        covariance = last.mT * self.wide * last + self.noise.last_as_matrix(self.k.shape[-1])
         return last.mT * self.mean + self.gain.mT @ self.innovation, symmetric(covariance - self.gain.mT @ self.gain)
 
     def _weights(self, entered: Tensor, q: Tensor) -> Tensor:
         """Z: how much each token's read-out takes of each earlier innovation."""
         crossed = (entered @ self.spread.mT) * self.lower + self.decay.pairs(q, self.gathered)
-        return (crossed @ self.whitening.mT) * self.lower
+        return (crossed.to(self.wide.dtype) @ self.whitening.mT.to(self.wide.dtype)) * self.lower
 
     def read(self, q: Tensor, want_variance: bool) -> tuple[Tensor, Tensor | None]:
         """Output ``[n, H, G, C, V / G]`` and variance ``[n, H, G, C]``."""
         entered = self.decay.entry * q
         weights = self._weights(entered, q)
-        output = entered @ self.mean + weights @ self.innovation
+        output = entered @ self.mean + (weights @ self.innovation.to(weights.dtype)).to(q.dtype)
         if not want_variance:
             return output, None
         before = ((entered @ self.covariance) * entered).sum(-1) + (q * self.noise.times(q)).sum(-1)
-        return output, before - weights.square().sum(-1)
+        return output, before - weights.square().sum(-1).to(q.dtype)
 
     def backward(
         self, q: Tensor, d_output: Tensor, d_variance: Tensor | None, d_mean: Tensor, d_covariance: Tensor

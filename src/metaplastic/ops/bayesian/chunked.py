@@ -89,7 +89,9 @@ def _filter(
             return y[:, None].to(q.dtype), spread, final.mean, final.covariance, *_room(plan, q, v, keep)
         output = q.new_zeros(v.shape)
         variance = q.new_zeros(observation_noise.shape if output_variance else (0,), dtype=plan.dtype)
-        state = plan.split(mean, covariance)
+        state = list(plan.split(mean, covariance))
+        if q.device.type == "cpu":  # elsewhere float64 may be slow, or not there
+            state[1] = state[1].double()
         kept: list[list[Tensor]] = [[], [], []]
         for c in range(plan.chunks.count):
             rows = plan.chunks.rows(c)
@@ -102,14 +104,14 @@ def _filter(
                 plan.put(variance, c, spread[..., None])
             if keep:
                 for pieces, x in zip(kept, (*entry, _padded(chunk.whitening, plan.chunks.size)), strict=True):
-                    pieces.append(x.clone())
+                    pieces.append(x.to(plan.dtype, copy=True))
             for s, new in zip(state, frame.leave(*chunk.final()), strict=True):
                 s[rows] = new
         saved = _room(plan, q, v, keep)
         for whole, pieces in zip(saved, kept, strict=True):
             used = sum(len(x) for x in pieces)
             torch.cat([*pieces, whole.new_zeros(whole.shape[0] - used, *whole.shape[1:])], out=whole)
-        mean, covariance = plan.join(*state)
+        mean, covariance = plan.join(state[0], state[1].to(plan.dtype))
         return output, variance, mean, covariance, *saved
 
 
