@@ -79,6 +79,7 @@ def test_slots_and_positions_are_checked(tmp_path, window):
         ({"layers.1.positions": positions - 40}, "layers.1.positions are not positions"),
         ({"layers.1.positions": positions.flip(1)}, "layers.1.positions are not positions"),
         ({"layers.1.positions": positions * 0}, "layers.1.positions are not positions"),
+        ({"layers.1.values": tensors["layers.1.values"] / 0}, "layers.1.values holds NaN or infinity"),
         ({"layers.1.positions": positions + 2**62}, "layers.1.positions are not positions"),
     ):
         told = {name: x for name, x in change.items() if isinstance(x, str)}

@@ -111,6 +111,8 @@ def load_cache(
             if tensors[key].dtype not in (kinds := _kinds(name, owner.mixer)):
                 names = ", ".join(map(str, kinds))
                 raise ValueError(f"path: in {path} {key} is {tensors[key].dtype}, expected one of {names}")
+            if tensors[key].is_floating_point() and not bool(tensors[key].isfinite().all()):
+                raise ValueError(f"path: in {path} {key} holds NaN or infinity, expected finite numbers")
             if name == "positions":
                 _check_positions(path, key, tensors[key], seen)
             found.append(tensors.pop(key).to(place))

@@ -144,7 +144,9 @@ def layer_mixers(mixer: str, layers: int) -> list[str]:
         if name not in MIXERS:
             raise ValueError(f"mixer: unknown mixer {name!r}; known: {', '.join(MIXERS)}")
     if layers % len(names):
-        raise ValueError(f"mixer: {len(names)} names ({mixer}) do not divide {layers} layers")
+        raise ValueError(
+            f"mixer: {len(names)} names ({mixer}), expected a number that divides that of the layers, {layers}"
+        )
     return names * (layers // len(names))
 
 
