@@ -22,7 +22,7 @@ def keys(kind, length, source):
 
 @pytest.mark.parametrize("kind", ["unit", "repeated", "collinear", "few", "zero"])
 @pytest.mark.parametrize("noise", ["coupled", "coupled, strong decays", "free, no decay"])
-@pytest.mark.parametrize("observation", [1e-2, 1.0])
+@pytest.mark.parametrize("observation", [1e-2, pytest.param(1.0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("length", [20_000, pytest.param(100_000, marks=pytest.mark.slow)])
 def test_many_tokens(kind, noise, observation, length):
     """Within 1e-4 of the largest; the final mean within 2e-4.
