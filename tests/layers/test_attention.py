@@ -351,7 +351,7 @@ def test_bad_inputs():
         (
             lambda: layer(x.masked_fill(x > 1, torch.nan)),
             ValueError,
-            "Attention: q must be finite, got NaN or infinity",
+            "Attention: q, projected from x, must be finite, got NaN",
         ),
         (
             lambda: layer(x, MixerState(state.convolution, memory._replace(positions=memory.positions.bool()))),

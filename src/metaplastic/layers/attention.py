@@ -113,7 +113,7 @@ class Attention(nn.Module):
             )
         )
         for name, z in (("q", q), ("k", k), ("v", v)):  # 0 times infinity in a sum over tokens would reach them all
-            check_finite(type(self).__name__, name, z)
+            check_finite(type(self).__name__, f"{name}, projected from x,", z)
         rows = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         past = None if state is None else self._checked(state.memory, rows, k)
         place = _places(x, past, keep, cu_seqlens)

@@ -9,6 +9,7 @@ first and carried from the last piece to the first, ``d_last = decay of the next
 
 import functools
 import itertools
+import warnings
 from typing import Any, NamedTuple
 
 import torch
@@ -53,6 +54,8 @@ def backward(
     """Gradients of q, k, w, beta, g, prior and of both initial states, each in the dtype of its input."""
     walk, problem = _choose(q, k, w, beta, g, prior, information, excess_precision, offsets, d_variance is not None)
     if walk is None:
+        size = f"K = {q.shape[3]} in {str(q.dtype).removeprefix('torch.')}"
+        warnings.warn(f"ops.palimpsa: no CUDA backward kernel takes {size}; the slow chunked one runs", stacklevel=2)
         return chunked.backward(
             d_output, d_variance, d_information, d_excess_precision,
             q, k, w, beta, g, prior, information, excess_precision, offsets, scale,
