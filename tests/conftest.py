@@ -1,3 +1,4 @@
+import itertools
 import os
 
 import pytest
@@ -12,12 +13,16 @@ def pytest_configure(config):
         torch.set_num_threads(1)
 
 
+_number = itertools.count()
+
+
 @pytest.fixture(autouse=True)
 def _isolated(tmp_path_factory, monkeypatch):
     """No test reads or writes this user's block list, and each starts from the same random state."""
     from metaplastic.ops import dispatch
 
-    monkeypatch.setenv("METAPLASTIC_CACHE", str(tmp_path_factory.mktemp("cache")))
+    folder = tmp_path_factory.getbasetemp() / f"cache-{next(_number)}"  # made by what needs it: few of thousands do
+    monkeypatch.setenv("METAPLASTIC_CACHE", str(folder))
     dispatch._blocked.cache_clear()
     dispatch._choose.cache_clear()
     torch.manual_seed(0)

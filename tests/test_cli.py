@@ -13,12 +13,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import constants as hub_constants
 from safetensors.torch import load_file, save_file
 from transformers.utils import logging as transformers_logging
 from typer.testing import CliRunner
 
 from metaplastic import cli, terminal
 from metaplastic.evaluation import doctor
+from metaplastic.ops import accuracy
 from metaplastic.training import MetaplasticTrainer, TrainConfig
 from metaplastic.training.checkpoint import checkpoints, step_of
 
@@ -100,11 +102,8 @@ def one_line(err):
     return lines[0]
 
 
-# In processes of their own
-
-
 def test_a_killed_command_goes_on_and_its_model_speaks(start, command, texts, tmp_path):
-    arguments = ["train", texts, *SMALL, "--steps", 40, "-o"]
+    arguments = ["train", texts, *SMALL, "--steps", 24, "-o"]
     process = start(*arguments, tmp_path / "killed")
     until = time.monotonic() + 100
     while not checkpoints(tmp_path / "killed") and process.poll() is None and time.monotonic() < until:
@@ -112,12 +111,12 @@ def test_a_killed_command_goes_on_and_its_model_speaks(start, command, texts, tm
     process.send_signal(signal.SIGKILL)
     assert finish(process)[0] == -signal.SIGKILL
     done = step_of(checkpoints(tmp_path / "killed")[-1])
-    code, out, err = finish(start(*arguments, tmp_path / "killed"))
+    code, out, err = command(*arguments, tmp_path / "killed")
     assert code == 0, err
     assert f"resuming from {tmp_path / 'killed' / f'checkpoint-{done}'}" in err
-    assert "step 40 of 40: loss" in err and "warning" not in err
+    assert "step 24 of 24: loss" in err and "warning" not in err
     result = json.loads((tmp_path / "killed" / "results.json").read_text())
-    assert result["measurements"]["steps_this_call"] == 40 - done
+    assert result["measurements"]["steps_this_call"] == 24 - done
     assert result["environment"]["command"][1] == "train"
     assert f"{result['measurements']['eval_loss']:.4f}" in out
 
@@ -133,8 +132,10 @@ def test_a_killed_command_goes_on_and_its_model_speaks(start, command, texts, tm
     assert out == command("generate", tmp_path / "undisturbed", "the memory é", *greedy)[1]
 
 
-def test_doctor_finds_this_machine_healthy(start):
-    code, out, err = finish(start("doctor"))
+def test_doctor_finds_this_machine_healthy(command, monkeypatch):
+    """One case of each configuration: tests/ops/test_parity.py has the others."""
+    monkeypatch.setattr("metaplastic.ops.accuracy.CASES", accuracy.CASES[:1])
+    code, out, err = command("doctor")
     assert code == 0, out + err
     assert "FAILED" not in out
     for configuration in ("palimpsa/cpu/cpu/float32", "palimpsa/chunked/cpu/bfloat16", "additive/chunked/cpu/float64"):
@@ -153,16 +154,15 @@ def test_help_and_import_are_light(start):
     assert all(verb in out for verb in ("train", "generate", "doctor", "demo", "bench"))
 
 
-def test_a_bad_command_ends_in_one_line_and_code_2(start, texts, tmp_path):
-    code, out, err = finish(start("train", texts, "--tokenizer", "no-one/nothing", "-o", tmp_path / "run"))
+def test_a_bad_command_ends_in_one_line_and_code_2(command, texts, tmp_path, monkeypatch):
+    monkeypatch.setattr("metaplastic.tasks.text.unreachable", lambda: "no network")  # tests/tasks/test_hub.py asks
+    monkeypatch.setattr(hub_constants, "HF_HUB_OFFLINE", True)
+    code, out, err = command("train", texts, "--tokenizer", "no-one/nothing", "-o", tmp_path / "run")
     assert (code, out) == (2, "")
     asking, line = err.splitlines()
     assert asking == "asking the Hugging Face hub for the tokenizer no-one/nothing"
     assert line.startswith("error: tokenizer: got 'no-one/nothing', expected 'bytes', a folder with a saved tokenizer")
     assert not (tmp_path / "run").exists()
-
-
-# In this process
 
 
 @pytest.fixture(scope="module")
@@ -436,4 +436,16 @@ def test_train_offers_every_setting_with_its_default():
             assert offered[field.name].default is None and field.default == ()
         elif field.name != "max_bytes":
             assert offered[field.name].default == field.default, field.name
-    assert set(offered) - {field.name for field in dataclasses.fields(TrainConfig)} == {"output", "overwrite"}
+    beside = {"context", "output", "overwrite", "recipe"}
+    assert set(offered) - {field.name for field in dataclasses.fields(TrainConfig)} == beside
+
+
+def test_a_recipe_is_a_run_that_options_change(command, texts, tmp_path):
+    few = ["--steps", 1, "--warmup", 0, "--block-length", 32, "--batch-size", 2, "--accumulation", 1, "--held-out", 0.5]
+    code, _, err = command("train", texts, "--recipe", "palimpsa_d_additive-debug", *few, "-o", tmp_path / "run")
+    assert code == 0, err
+    run = json.loads((tmp_path / "run" / "results.json").read_text())["settings"]
+    assert (run["mixer"], run["hidden_size"], run["heads"]) == ("palimpsa_d_additive", 64, 4)  # the recipe's
+    assert (run["steps"], run["block_length"], run["held_out"]) == (1, 32, 0.5)  # what was given
+    code, _, err = command("train", texts, "--recipe", "palimpsa_d-debug-from-ablation", "-o", tmp_path / "other")
+    assert code == 2 and "model: recipe palimpsa_d-debug-from-ablation goes on from" in one_line(err)

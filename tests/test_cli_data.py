@@ -63,6 +63,11 @@ def test_a_dataset_is_tokenised(command, lines, tmp_path):  # noqa: F811
     assert one_line(err) == (
         "warning: no document is held out: to train on this, give more documents or a larger --held-out"
     )
+    for share, left in ((0.9, r"[1-9] of 60 documents are"), (0.999999, "no document is")):
+        much = ["--text-column", "body", "--held-out", share]
+        code, _, err = command(*arguments[:-1], tmp_path / f"much {share}", *much)
+        warned = rf"warning: {left} left to train on: a smaller --held-out leaves more"
+        assert code == 0 and re.fullmatch(warned, one_line(err))
     text = (tmp_path / "shards" / "00000.train.tokens").read_bytes()[::2].decode("latin-1")
     assert text.startswith(json.loads(lines.read_text().splitlines()[0])["body"] + "\0")  # 256 ends a document
     assert str(tmp_path) not in (tmp_path / "shards" / "index.json").read_text()

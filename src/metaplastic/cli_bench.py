@@ -38,18 +38,65 @@ def bench_ops(
 def bench_kernels(
     output: Output = Path("runs/bench-kernels"),
     quick: Annotated[bool, typer.Option(help="One shape and a decode step.")] = False,
+    only: Annotated[
+        list[str] | None, typer.Option(help="shapes, decode, one head or training step; may be repeated. Default: all.")
+    ] = None,
+    peers: Annotated[bool, typer.Option(help="Also time flash-linear-attention, if installed.")] = True,
 ) -> None:
     """The kernels of a CUDA device beside their peers and their floors; minutes, most of them compilation."""
     make_folder(output)
     quiet_transformers()
     from . import results
-    from .evaluation import kernel_speed
+    from .evaluation import kernel_page, kernel_speed
 
     measured, path = {}, output / "results.json"
-    for name, found in kernel_speed.bench_kernels(quick):
-        measured[name] = found
-        print_table(name, *kernel_speed.kernel_rows(found))
-        record = results.record("bench kernels", measured, seeds=[0], settings={"quick": quick})
+    parts = only or list(kernel_speed.PARTS)
+    for name, found in kernel_speed.bench_kernels(quick, parts, peers):
+        measured[name] = measured.get(name, {}) | found
+        print_table(name, *kernel_page.kernel_rows(found))
+        settings = {"quick": quick, "only": parts, "peers": peers}
+        record = results.record("bench kernels", measured, seeds=[0], settings=settings)
         results.write_json(path, record)  # after every part: it may be cut short
-        kernel_speed.kernel_page(record, output)
+        kernel_page.kernel_page(record, output)
+    console.print(f"results: {path}\nopen in a browser: {output / 'index.html'}")
+
+
+TRAINED = ("palimpsa_d-170M", "palimpsa_d_additive-170M", "gated_deltanet-170M", "transformer-170M", "palimpsa_d-760M")
+TRAINED += ("palimpsa_d_additive-760M", "gated_deltanet-760M", "transformer-760M")
+
+
+@bench.command("training")
+def bench_training(
+    recipe: Annotated[list[str] | None, typer.Option(help="May be repeated (`metaplastic recipes`).")] = None,
+    output: Output = Path("runs/bench-training"),
+    batch: Annotated[int, typer.Option(help="Rows of a step.")] = 8,
+    length: Annotated[int, typer.Option(help="Tokens of a row.")] = 2048,
+    repetitions: Annotated[int, typer.Option(help="Steps that are timed.")] = 10,
+    layout: Annotated[list[str] | None, typer.Option(help="packed or rows; may be repeated. None: both.")] = None,
+    checkpointing: Annotated[str, typer.Option(help="none, full or selective.")] = "none",
+    loss: Annotated[str, typer.Option(help="auto, plain or fused.")] = "auto",
+    bf16: Annotated[bool, typer.Option(help="Matrix products in bfloat16.")] = True,
+    data: Annotated[str | None, typer.Option(help="Shards to read. None: the standard library's texts.")] = None,
+    peers: Annotated[bool, typer.Option(help="On flash-linear-attention's kernels too, where they run.")] = True,
+) -> None:
+    """An optimiser step of the real Trainer: tokens per second, MFU, peak memory, and what makes the host wait."""
+    make_folder(output)
+    settings = {name: value for name, value in locals().items() if name not in ("output", "data")}
+    quiet_transformers()
+    from . import results
+    from .evaluation import training_page, training_speed
+    from .recipes.language import find
+
+    models = {name: find(name).network() for name in recipe or TRAINED}
+    models = training_speed.with_peers(models) if peers and bf16 else models
+    step = training_speed.Setting(batch, length, repetitions, bf16, checkpointing, loss)
+    measured, path = {}, output / "results.json"
+    layouts = tuple(layout or training_speed.LAYOUTS)
+    for name, found in training_speed.bench_training(models, output, step, layouts=layouts, data=data):
+        measured[name] = found
+        print_table(name, *training_page.training_rows(found))
+        settings |= {"recipe": list(models), "layout": list(layouts), "own shards": data is None}
+        record = results.record("bench training", measured, seeds=[0], settings=settings)
+        results.write_json(path, record)  # after every part: it may be cut short
+        training_page.training_page(record, output)
     console.print(f"results: {path}\nopen in a browser: {output / 'index.html'}")

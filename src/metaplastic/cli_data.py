@@ -66,8 +66,12 @@ def tokenise(
             logger.warning("interrupted: the same command goes on from the last whole shard in %s", output)
             raise
     counts = tokenising.counts(index)
-    if not counts["held_out"]["documents"]:
+    train, held = (counts[split]["documents"] for split in ("train", "held_out"))
+    if not held:
         logger.warning("warning: no document is held out: to train on this, give more documents or a larger --held-out")
+    elif train < held:
+        left = f"{train:,} of {train + held:,} documents are" if train else "no document is"
+        logger.warning("warning: %s left to train on: a smaller --held-out leaves more", left)
     print_table("Tokenised", *_rows(index, counts), ("folder", str(output)))
 
 

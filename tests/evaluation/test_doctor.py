@@ -38,6 +38,38 @@ def test_a_wrong_configuration_is_found_and_blocked(monkeypatch):
     assert dispatch.reason_against("additive", "chunked", "cpu", torch.float32) is None
 
 
+def test_kernels_of_one_head_size_are_blocked_alone(monkeypatch):
+    """A backend with kernels of each size: what fails at one is blocked there, in that dtype."""
+    monkeypatch.setattr(accuracy, "CASES", accuracy.CASES[:1])
+    entry = dispatch.BACKENDS["palimpsa"]["chunked"]._replace(kernels="metaplastic.ops.dispatch:each_size")
+    monkeypatch.setitem(dispatch.BACKENDS["palimpsa"], "chunked", entry)
+    cases = [accuracy.Case(length=3, key_size=4, value_size=size, variance=False) for size in (4, 8)]
+    monkeypatch.setattr(accuracy, "KERNEL_CASES", cases)
+    right = accuracy.measure
+
+    def wrong(op, backend, case, dtype, *devices):
+        errors = right(op, backend, case, dtype, *devices)
+        return errors | ({"output": 1.0} if case == cases[1] and dtype == torch.float32 else {})
+
+    monkeypatch.setattr(accuracy, "measure", wrong)
+    name = "palimpsa/chunked/cpu/float32"
+    checks = {c.configuration: c.status for c in doctor.check_backends()}
+    assert {n: status for n, status in checks.items() if n.startswith(name)} == {
+        name: "ok", f"{name}/4x4": "ok", f"{name}/4x8": "FAILED",
+    }  # fmt: skip
+    assert checks["palimpsa/chunked/cpu/bfloat16/4x8"] == "ok" and "palimpsa/chunked/cpu/float64/4x8" not in checks
+
+    def blocked(*sizes):
+        return dispatch.reason_against("palimpsa", "chunked", "cpu", torch.float32, sizes)
+
+    assert "for heads of 4 x 8" in blocked(4, 8) and blocked(4, 4) is None and blocked() is None
+    inputs = accuracy.example("palimpsa", cases[1], torch.float32)
+    with pytest.raises(RuntimeError, match="backend 'chunked' failed its check on this machine for heads of 4 x 8"):
+        accuracy.OPERATORS["palimpsa"][0](**inputs, backend="chunked")
+    monkeypatch.setattr(accuracy, "measure", right)
+    assert all(c.status != "FAILED" for c in doctor.check_backends()) and blocked(4, 8) is None
+
+
 BLOCKED = "additive/chunked/cpu/float32"
 
 
@@ -88,6 +120,6 @@ def test_a_crash_is_a_failed_check(monkeypatch):
         raise RuntimeError("illegal instruction")
 
     monkeypatch.setattr(accuracy, "measure", broken)
-    check = doctor._check("additive", "chunked", "cpu", torch.float32, "name")
+    check = doctor._check("additive", "chunked", "cpu", torch.float32, "name", accuracy.CASES)
     assert check.status == "FAILED"
     assert "illegal instruction" in check.detail

@@ -1,12 +1,14 @@
 """``bench kernels`` where there is no CUDA device: what it says, and what it would run."""
 
+import contextlib
+
 import pytest
 import torch
 
 from metaplastic import ops
-from metaplastic.evaluation import kernel_speed
+from metaplastic.evaluation import kernel_page, kernel_speed
 from metaplastic.evaluation.kernel_speed import SHAPES, SIDES, Shape
-from metaplastic.ops import dispatch
+from metaplastic.ops import dispatch, fla_tuning
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -15,13 +17,51 @@ def test_without_a_device():
         next(kernel_speed.bench_kernels())
 
 
+def test_parts_that_are_not_there():
+    with pytest.raises(ValueError, match="only must be of shapes, decode, one head, training step, got decoding"):
+        next(kernel_speed.bench_kernels(only=["shapes", "decoding"]))
+
+
 def test_the_published_shapes():
     """Elements by hand, and every side is an operator's backend with inputs of its own."""
     assert SHAPES["760M-D"].elements == SHAPES["760M-D, one long text"].elements == 16 * 2048 * 16 * 96 * 192
     for _, op, backend in SIDES:
         assert backend == "auto" or backend in dispatch.BACKENDS[op]
-        inputs = kernel_speed.operator_inputs(op, **vars(Shape(1, 5, 2, 3, 4)))
+        inputs = kernel_speed.kernel_inputs(op, Shape(1, 5, 2, 3, 4), "cpu")
         assert getattr(ops, op)(**inputs).output.shape == (1, 5, 2, 4)
+        assert {n for n, x in inputs.items() if x.dtype == torch.float32} == {"g"} | {"prior"} & set(inputs)
+
+
+def test_ours_come_first_and_the_peers_add_to_them(monkeypatch):
+    """In order, without a device: a run that is cut off keeps ours, and one name gathers both."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    compiled = []
+    monkeypatch.setattr(fla_tuning, "compile_all", compiled.extend)
+    monkeypatch.setattr(fla_tuning, "quick", contextlib.nullcontext)
+    for name, found in {
+        "device": lambda: {"copied": 1.0},
+        "bench_decode_step": lambda: {"ms": 2.0},
+        "bench_shape": lambda shape, sides: {label: {"heads": shape.heads} for label, _, _ in sides},
+        "bench_width": lambda width, side: float(width),
+        "bench_training_step": lambda sizes, steps: {f"{m} ({b})": {"ms": 4.0 + len(b)} for m, b in steps},
+        "_reason": lambda op, backend: None,
+    }.items():
+        monkeypatch.setattr(kernel_speed, name, found)
+    names, measured = [], {}
+    for name, found in kernel_speed.bench_kernels():
+        names.append(name)
+        measured[name] = measured.get(name, {}) | found
+    assert names.index("peers") == len(SHAPES) + 5 and names[:1] == ["device"]
+    assert all(set(measured[name]) == {label for label, _, _ in SIDES} for name in SHAPES)
+    assert set(measured["one head"]) == {SIDES[0][0], SIDES[1][0]}
+    assert measured["training step 170M-D"]["palimpsa over the fastest additive"] == 8 / 7
+    wanted = {(op, s.heads, s.key_size, s.value_size) for _, op, _ in SIDES[1:] for s in SHAPES.values()}
+    assert wanted <= {(c.operator, c.heads, c.key_size, c.value_size) for c in compiled if c.gradients}
+    assert {c.key_size for c in compiled if not c.gradients} == set(kernel_speed.WIDTHS)
+    few = [name for name, _ in kernel_speed.bench_kernels(only=["decode"], peers=False)]
+    assert few == ["device", "decode 760M-D, 64 sequences"]
+    rows = kernel_page.kernel_rows(measured["one head"])
+    assert [row[0] for row in rows] == [SIDES[0][0], SIDES[1][0]] and "256 256" in rows[0][1]
 
 
 @pytest.mark.gpu

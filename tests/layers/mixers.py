@@ -1,5 +1,8 @@
 """Small mixers of every kind and shape for the tests of this folder, and how to take them apart."""
 
+import itertools
+
+import pytest
 import torch
 
 from metaplastic.layers import MIXERS
@@ -68,6 +71,25 @@ def gradients(loss, *leaves):
 # The layer's own rounding, with weights and inputs that are exact in that dtype: relative to the largest element, and
 # in norm for the gradients in 16 bits, which a normalisation of almost nothing magnifies element by element.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-4, torch.bfloat16: 8e-2, torch.float16: 1e-2}
+
+
+PADDINGS = ("none", "left", "right", "interior")
+
+
+def sampled(subjects):
+    """Of (*subject, dtype, padding, continued): in float64 all, in every other dtype two of each subject, one from a
+    state and one not, whose paddings take turns from subject to subject and dtype to dtype. The rest is slow, and for
+    the backend "reference", which is the oracle too, so it is in float64."""
+    turn, found = {}, []
+    for subject, (place, dtype) in itertools.product(subjects, enumerate(TOLERANCE)):
+        turn[subject] = turn.get(subject, len(turn))
+        chosen = {continued: PADDINGS[(turn[subject] + place + 2 * continued) % 4] for continued in (False, True)}
+        for padding, continued in itertools.product(PADDINGS, (False, True)):
+            quick = (dtype == torch.float64 and "reference" not in subject) or padding == chosen[continued]
+            name = (*subject, str(dtype).removeprefix("torch."), padding, "continued" if continued else "fresh")
+            marks = () if quick else (pytest.mark.slow,)
+            found.append(pytest.param(*subject, dtype, padding, continued, marks=marks, id="-".join(name)))
+    return found
 
 
 def masks(padding, batch, length):

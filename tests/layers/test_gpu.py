@@ -99,3 +99,13 @@ def test_compiled_training_and_decoding(kind):
     with torch.no_grad():
         state = rebuilt(state, torch.Tensor.detach)
         torch.testing.assert_close(compiled(x[:, :1], state)[0], layer(x[:, :1], state)[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_offsets_given_on_the_cpu(kind):
+    """The same numbers as from offsets on the device."""
+    layer, x = make(kind).cuda(), inputs(1, 90).cuda()
+    offsets = torch.tensor([0, 0, 1, 3, 50, 80], dtype=torch.int32)
+    (y, state), (expected, final) = layer(x, cu_seqlens=offsets), layer(x, cu_seqlens=offsets.cuda())
+    assert torch.equal(y, expected)
+    assert all(torch.equal(s, t) for s, t in zip(flat(state), flat(final), strict=True))

@@ -1,21 +1,37 @@
 """The backends on a CUDA device, against the float64 reference on the CPU. Run by hand: pytest -m gpu."""
 
+import warnings
+
 import pytest
 import torch
 
+from metaplastic import ops
 from metaplastic.layers import MIXERS
 from metaplastic.models import MetaplasticConfig, MetaplasticForCausalLM
 from metaplastic.ops import accuracy, debug_checks, dispatch
 from metaplastic.ops.accuracy import Case
 
 pytestmark = pytest.mark.gpu
-PAIRS = [(op, backend) for op in dispatch.BACKENDS for backend in dispatch.on_device(op, "cuda")]
+PAIRS = [  # fla: test_fla.py
+    (op, backend) for op in dispatch.BACKENDS for backend in dispatch.on_device(op, "cuda") if backend != "fla"
+]
+KERNELS = [(op, b) for op, entries in dispatch.BACKENDS.items() for b, entry in entries.items() if entry.kernels]
 CASES = (
     *accuracy.CASES,
     Case(length=0),
     Case(length=1),
     Case(batch=1, length=300, offsets=(0, 0, 130, 131, 280), decay="mixed"),
 )
+
+
+@pytest.fixture
+def own_block_list(monkeypatch, tmp_path):
+    """Compiled kernels stay where they are."""
+    monkeypatch.setattr(dispatch, "block_list_path", lambda: tmp_path / "blocked.json")
+    dispatch._forget()
+    yield
+    monkeypatch.undo()
+    dispatch._forget()
 
 
 @pytest.mark.parametrize(("op", "backend"), PAIRS)
@@ -26,6 +42,45 @@ def test_parity(op, backend, dtype, case):
         pytest.skip(reason)
     errors = accuracy.measure(op, backend, case, dtype, "cuda")
     assert not accuracy.failures(op, backend, errors, dtype), errors
+
+
+@pytest.mark.parametrize(("op", "backend"), KERNELS)
+@pytest.mark.parametrize("dtype", accuracy.KERNEL_DTYPES, ids=str)
+@pytest.mark.parametrize("sizes", accuracy.SIZES, ids=str)
+def test_every_kernel(op, backend, dtype, sizes):
+    """The very cases ``metaplastic doctor`` runs."""
+    if (reason := dispatch.reason_against(op, backend, "cuda", dtype, sizes)) is not None:
+        pytest.skip(reason)
+    for case in accuracy.kernel_cases(op, backend, dtype)[sizes]:
+        errors = accuracy.measure(op, backend, case, dtype, "cuda", reference="cuda")
+        assert not accuracy.failures(op, backend, errors, dtype), (case, errors)
+
+
+def test_auto_where_the_cuda_kernels_are_blocked(own_block_list):
+    """Triton runs instead, which is said once; for other heads the CUDA kernels stay."""
+    for backend in ("cuda", "triton"):
+        if (reason := dispatch.reason_against("palimpsa", backend, "cuda", torch.float32)) is not None:
+            pytest.skip(reason)
+    inputs = accuracy.example("palimpsa", Case(length=20, key_size=96, value_size=192), torch.float32, "cuda")
+    other = accuracy.example("palimpsa", Case(length=20, key_size=16, value_size=24), torch.float32, "cuda")
+
+    def runs(inputs):
+        dispatch._used.clear()
+        ops.palimpsa(**inputs)
+        return dispatch.used()["palimpsa"]
+
+    assert runs(inputs) == ["cuda"]
+    dispatch.block({dispatch.configuration("palimpsa", "cuda", "cuda", torch.float32, (96, 192)): "wrong"})
+    with pytest.warns(UserWarning, match=r"slow 'triton' backend \(cuda: failed its check .* heads of 96 x 192"):
+        assert runs(inputs) == ["triton"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert runs(inputs) == ["triton"] and runs(other) == ["cuda"]
+    dispatch.block({dispatch.configuration("palimpsa", "cuda", "cuda", torch.float32): "wrong"})
+    with pytest.warns(UserWarning, match="slow 'triton' backend"):
+        assert runs(other) == ["triton"]
+    with pytest.raises(RuntimeError, match="backend 'cuda' failed its check"):
+        ops.palimpsa(**other, backend="cuda")
 
 
 @pytest.mark.filterwarnings("ignore:.*slow 'chunked' backend")

@@ -113,8 +113,26 @@ def test_bytes_that_are_no_text_are_placed(tmp_path, name, mark):
     content = mark + b'{"text": "fine"}\n{"text": "caf\xe9 au lait"}\n'
     place = content.index(b"\xe9")
     (tmp_path / name).write_bytes(bz2.compress(content) if name.endswith("bz2") else content)
-    with pytest.raises(ValueError, match=f"{name}: expected UTF-8 text, got 0xe9 at (decompressed )?byte {place}$"):
+    where = f"{name}, line 2" if "jsonl" in name else name
+    with pytest.raises(ValueError, match=f"{where}: expected UTF-8 text, got 0xe9 at (decompressed )?byte {place}$"):
         read_documents(tmp_path / name)
+
+
+@pytest.mark.parametrize("deep", ["[" * 100_000 + "]" * 100_000, '{"a":' * 100_000 + "1" + "}" * 100_000])
+def test_json_too_deep_to_follow_is_placed(tmp_path, deep):
+    (tmp_path / "a.jsonl").write_text(f'{{"text": "fine"}}\n{{"text": "fine", "more": {deep}}}\n')
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 2: expected a JSON object nested less deeply, got \{\"text"):
+        read_documents(tmp_path / "a.jsonl")
+
+
+def test_strings_of_parquet_that_are_none_are_placed(tmp_path):
+    """Parquet writes whatever bytes it is told are a string."""
+    texts = [b"fine", None, b"caf\xe9"]
+    column = pyarrow.array(texts, pyarrow.binary())
+    string = pyarrow.Array.from_buffers(pyarrow.string(), 3, column.buffers())
+    pyarrow.parquet.write_table(pyarrow.table({"text": string}), tmp_path / "a.parquet", row_group_size=2)
+    with pytest.raises(ValueError, match=r"a\.parquet, row 2, column 'text': expected UTF-8 text, got 0xe9$"):
+        read_documents(tmp_path / "a.parquet")
 
 
 def test_a_folder_without_text_is_found_where_others_have_some(tmp_path):

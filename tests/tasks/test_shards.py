@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import pickle
+import re
 import shutil
 import signal
 import subprocess
@@ -108,7 +109,7 @@ def test_a_tokenizer_with_merges(tmp_path):
 # Order
 
 
-@pytest.mark.parametrize("key", ["0 0", "0 1", "another"])
+@pytest.mark.parametrize("key", ["0 0", "another"])
 def test_a_permutation_is_one(key):
     for size in [*range(1, 70), 997, 1000, 1024, 1025]:
         permutation = Permutation(size, key)
@@ -121,7 +122,9 @@ def test_a_permutation_is_one(key):
     assert 0.45 < np.mean([n / 10**13 for n in found]) < 0.55
 
 
-@pytest.mark.parametrize("size", [2, 3, 5, 12])
+@pytest.mark.parametrize(
+    "size", [2, 5, pytest.param(3, marks=pytest.mark.slow), pytest.param(12, marks=pytest.mark.slow)]
+)
 def test_every_place_is_as_likely_for_every_block(size):
     """Chi-square of where each block goes over 1,500 keys, against its 99.999 % quantile for `size` - 1 degrees."""
     counts = np.zeros((size, size))
@@ -311,16 +314,21 @@ def test_a_finished_folder_is_left_as_it_is(tokenizer, tmp_path, monkeypatch):
     assert content(tmp_path / "a") == before
 
 
+def fail_at_shard(number, monkeypatch, folder, texts, tokenizer, **options):
+    original = tokenising._Shard.finish
+    with monkeypatch.context() as patch:
+        patch.setattr(tokenising._Shard, "finish", lambda self: original(self) if self._number < number else 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            write(folder, texts, tokenizer, **options)
+
+
 @pytest.mark.parametrize("whole", [True, False])
 def test_other_data_settings_or_tokenizers_are_refused(tokenizer, tmp_path, monkeypatch, whole):
     texts, folder = texts_of([30, 45, 70]), tmp_path / "a"
     if whole:
         write(folder, texts, tokenizer, shard_tokens=31)
     else:
-        with monkeypatch.context() as patch:
-            patch.setattr(tokenising._Shard, "finish", lambda self: 1 / 0)
-            with pytest.raises(ZeroDivisionError):
-                write(folder, texts, tokenizer, shard_tokens=31)
+        fail_at_shard(1, monkeypatch, folder, texts, tokenizer, shard_tokens=31)
     before = content(folder)
     for options, expected in (
         ({"held_out": 0.5}, r"holds other shards \(held_out was 0.0 and is 0.5\): choose another output"),
@@ -335,6 +343,53 @@ def test_other_data_settings_or_tokenizers_are_refused(tokenizer, tmp_path, monk
     assert {name: data for name, data in content(folder).items() if not name.startswith(".staging")} == {
         name: data for name, data in before.items() if not name.startswith(".staging")
     }
+
+
+def test_before_anything_is_written_other_data_begin_anew(tokenizer, tmp_path, monkeypatch):
+    """A bad file in the first shard, mended: the source is another one, and there is nothing to keep."""
+    folder, texts, options = tmp_path / "a", texts_of([30, 45, 70, 12, 60]), {"shard_tokens": 60}
+    write(tmp_path / "whole", texts, tokenizer, **options)
+    fail_at_shard(0, monkeypatch, folder, ["broken " * 30, "text"], tokenizer, shard_tokens=90, held_out=0.5)
+    assert not json.loads((folder / shards.PROGRESS).read_text())["shards"]
+    (folder / "00000.held_out.tokens").write_bytes(b"named, and then killed before it was entered")
+    assert write(folder, texts, tokenizer, **options)["settings"] == {"held_out": 0.0, "shard_tokens": 60}
+    assert content(folder) == content(tmp_path / "whole")
+
+
+def test_before_anything_is_written_it_may_be_killed_at_beginning_anew(tokenizer, tmp_path, monkeypatch):
+    """And then goes on with either data, as long as there is no shard of one of them."""
+    texts, options = texts_of([30, 45]), {"shard_tokens": 60}
+    write(tmp_path / "whole", texts, tokenizer, **options)
+    numbers, at, lived = numbers_tokenizer(300), 0, False
+    write(tmp_path / "before", ["0 1 2"], numbers, shard_tokens=90)
+    while not lived:
+        at += 1
+        folder = tmp_path / str(at)
+        fail_at_shard(0, monkeypatch, folder, ["0 1 2"], numbers, shard_tokens=90)
+        lived = write_and_die(folder, texts, tokenizer, at, **options)
+        found = [file for name in (shards.INDEX, shards.PROGRESS) if (file := folder / name).is_file()]
+        if not any(json.loads(file.read_text())["shards"] for file in found):
+            before = shutil.copytree(folder, tmp_path / f"{at}, as before")
+            write(before, ["0 1 2"], numbers, shard_tokens=90)
+            assert content(before) == content(tmp_path / "before"), at
+        write(folder, texts, tokenizer, **options)
+        assert content(folder) == content(tmp_path / "whole"), at
+    assert at > 8
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_the_copy_of_the_tokenizer_is_checked_before_going_on(tokenizer, tmp_path, monkeypatch, whole):
+    folder, texts = tmp_path / "a", texts_of([30, 45, 70])
+    if whole:
+        write(folder, texts, tokenizer, shard_tokens=31)
+    else:
+        fail_at_shard(1, monkeypatch, folder, texts, tokenizer, shard_tokens=31)
+    shutil.rmtree(folder / "tokenizer")
+    numbers_tokenizer(258).save_pretrained(folder / "tokenizer")
+    with pytest.raises(ValueError, match=r"data: .*tokenizer is not the tokenizer of these shards \(SHA-256 "):
+        write(folder, texts, tokenizer, shard_tokens=31)
+    tokenizer.save_pretrained(folder / "tokenizer")
+    assert len(write(folder, texts, tokenizer, shard_tokens=31)["shards"]) == 3
 
 
 def test_bad_outputs_and_settings_are_named(tokenizer, tmp_path):
@@ -434,11 +489,8 @@ def test_a_bit_that_turned_is_found_by_checking(folder, name):
 
 
 def test_damage_is_found_before_going_on(tokenizer, tmp_path, monkeypatch):
-    texts, original = texts_of([60] * 9), tokenising._Shard.finish
-    with monkeypatch.context() as patch:
-        patch.setattr(tokenising._Shard, "finish", lambda self: original(self) if self._number < 2 else 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            write(tmp_path / "a", texts, tokenizer, shard_tokens=100)
+    texts = texts_of([60] * 9)
+    fail_at_shard(2, monkeypatch, tmp_path / "a", texts, tokenizer, shard_tokens=100)
     damaged = tmp_path / "a" / "00001.train.tokens"
     damaged.write_bytes(b"\0" * damaged.stat().st_size)
     with pytest.raises(ValueError, match=r"00001\.train\.tokens is damaged: SHA-256"):
@@ -453,9 +505,12 @@ def test_ids_and_borders_that_cannot_be_are_found_when_they_are_read(folder):
             r"00001\.train\.tokens is damaged: it holds the id 65535, expected ids below 258",
         ),
         ("00001.train.starts", b"\0" * 8, r"00001\.train\.starts is damaged: its positions do not rise"),
+        ("00000.train.starts", None, r"00000\.train\.starts is damaged: its ends are not those of its text"),
     ):
         whole = (folder / name).read_bytes()
         middle = len(whole) // 16 * 8
+        if value is None:
+            middle, value = 0, b"\1"
         (folder / name).write_bytes(whole[:middle] + value + whole[middle + len(value) :])
         with pytest.raises(ValueError, match=expected):
             list(ShardedText(folder, 64))
@@ -471,6 +526,15 @@ def test_ids_and_borders_that_cannot_be_are_found_when_they_are_read(folder):
         lambda text: text.replace('"version": 1', '"version": 2'),
         lambda text: text.replace('"tokens": 1', '"tokens": "1'), lambda text: text.replace('"held_out"', '"test"'),
         lambda text: text.replace("uint16", "int16"), lambda text: text.replace("uint16", "words"),
+        lambda text: text.replace("uint16", "uint32"), lambda text: text.replace("258", "256"),
+        lambda text: text.replace("258", "true"), lambda text: "[" * 100_000,
+        lambda text: re.sub(r'("documents": )\d+', r"\g<1>0", text),
+        lambda text: re.sub(r'("documents": )\d+', r"\g<1>999", text),
+        lambda text: re.sub(r'("documents": )', r"\1-", text),
+        lambda text: re.sub(r'("documents": \d+)', r"\1.0", text),
+        lambda text: re.sub(r'"starts": "\w+"', r'"starts": "0123"', text),
+        lambda text: re.sub(r'"sha256": \{[^}]*\}', '"sha256": {}', text),
+        lambda text: re.sub(r',\s*"starts": "\w+"', "", text),
     ],
 )  # fmt: skip
 def test_an_index_that_is_none_is_named(folder, damage):
@@ -478,6 +542,34 @@ def test_an_index_that_is_none_is_named(folder, damage):
     (folder / "index.json").write_text(damage(text))
     with pytest.raises(ValueError, match=r"index\.json is no index of shards"):
         ShardedText(folder, 8)
+
+
+def test_an_index_of_another_folder_is_named(folder):
+    """Every number is one that could be, and not that of these files."""
+    text = (folder / "index.json").read_text()
+    for change, expected in (
+        (lambda index, entry: index["shards"].pop(), r"index\.json names [1-9]\d* shards, but there is 0000"),
+        (lambda index, entry: entry.update(documents=0, tokens=0, sha256={}), r"00000\.held_out\.tokens is there, exp"),
+        (lambda index, entry: entry.update(tokens=999), r"00000\.held_out\.tokens has \d+ bytes, expected 1,998"),
+        (lambda index, entry: entry.update(documents=1), r"00000\.held_out\.starts has \d+ bytes, expected 8"),
+    ):
+        index = json.loads(text)
+        change(index, index["shards"][0]["held_out"])
+        (folder / "index.json").write_text(json.dumps(index))
+        with pytest.raises(ValueError, match=expected):
+            ShardedText(folder, 8)
+    (folder / "index.json").write_text(text.replace('"vocabulary": 258', '"vocabulary": 300'))
+    with pytest.raises(ValueError, match=r"index\.json names 300 ids, but its tokenizer has 258"):
+        shards.tokenizer_of(folder)
+
+
+def test_progress_without_a_place_is_named(tokenizer, tmp_path, monkeypatch):
+    fail_at_shard(1, monkeypatch, tmp_path / "a", texts_of([30, 45]), tokenizer, shard_tokens=31)
+    progress = json.loads((tmp_path / "a" / shards.PROGRESS).read_text())
+    del progress["place"]
+    (tmp_path / "a" / shards.PROGRESS).write_text(json.dumps(progress))
+    with pytest.raises(ValueError, match=r"progress\.json is no index of shards \(KeyError: 'place'\)"):
+        write(tmp_path / "a", texts_of([30, 45]), tokenizer, shard_tokens=31)
 
 
 def test_folders_without_shards_and_other_tokenizers(folder, tmp_path):
@@ -529,11 +621,11 @@ def test_a_trained_tokenizer_is_the_same_every_time_and_loses_nothing(tmp_path):
 
 
 def test_blocks_are_read_far_faster_than_a_model_needs_them(tokenizer, tmp_path, monkeypatch):
-    """Here 2 M tokens/s are asked for, on whatever machine; docs/training.md has what was measured."""
+    """Here 2 M tokens per second of this process are asked for; docs/training.md has what was measured."""
     monkeypatch.setattr(tokenising, "CHARACTERS", 2**21)
     write(tmp_path / "a", texts_of([3000] * 400), tokenizer, shard_tokens=300_000)
     dataset = ShardedText(tmp_path / "a", 1024, seed=0)
     torch.stack([row["input_ids"] for row in dataset])
-    started = time.perf_counter()
+    started = time.process_time()  # whatever else the machine does
     read = sum(len(dataset[n]["input_ids"]) for n in range(len(dataset)))
-    assert read / (time.perf_counter() - started) > 2e6
+    assert read / (time.process_time() - started) > 2e6

@@ -5,13 +5,19 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import TrainerCallback
 
+from metaplastic.ops import cross_entropy
 from metaplastic.tasks.text import collate_packed
 from metaplastic.training import trainer as module
 
 from .rows import collate_padded, packed_rows, padded_rows, weights_of
 
+needs_torch_fused = pytest.param(
+    "fused",
+    marks=pytest.mark.skipif(cross_entropy.choose("cpu", torch.float32) is None, reason="needs PyTorch 2.13"),
+)
 SPARED = {"A_log", "dt_bias", "D", "b_scale", "prior_log"}
 
 
@@ -76,19 +82,26 @@ def one_step(build, network, rows, collator, **arguments):
     return {name: before[name] - value for name, value in weights_of(model).items()}, loss
 
 
+@pytest.mark.parametrize("form", ["plain", needs_torch_fused])
 @pytest.mark.parametrize("kind", ["packed", "padded"])
-def test_accumulation_with_unequal_label_counts_is_one_large_batch(build, network, kind):
+def test_accumulation_with_unequal_label_counts_is_one_large_batch(build, network, kind, form):
     rows, collator = (packed_rows(8), collate_packed) if kind == "packed" else (padded_rows(8), collate_padded)
     counts = [int((row["labels"][1:] != -100).sum()) for row in rows]
     assert len(set(counts)) > 2  # otherwise a mean of means would do
     model = network()
     expected = model(**collator(rows)).loss
     expected.backward()
-    whole, loss = one_step(build, network, rows, collator, per_device_train_batch_size=8)
+
+    def trained():
+        model = network()
+        model.loss_form = form
+        return model
+
+    whole, loss = one_step(build, trained, rows, collator, per_device_train_batch_size=8)
     assert loss == pytest.approx(expected.item(), abs=1e-6)
     for size, accumulation in ((2, 4), (1, 8)):
         parts, part_loss = one_step(
-            build, network, rows, collator, per_device_train_batch_size=size, gradient_accumulation_steps=accumulation
+            build, trained, rows, collator, per_device_train_batch_size=size, gradient_accumulation_steps=accumulation
         )
         assert part_loss == pytest.approx(loss, abs=1e-6)
         for name, parameter in model.named_parameters():
@@ -173,6 +186,68 @@ def test_bf16_is_autocast_in_training_and_evaluation(build, network):
     assert set(seen) == {torch.bfloat16}
     assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
     assert first == pytest.approx(build(network()).evaluate()["eval_loss"], rel=0.02)
+
+
+# Nothing waits for the device
+
+
+class NoReading(TorchDispatchMode):
+    """Where a number of a tensor is read, an accelerator would be waited for."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        assert function is not torch.ops.aten._local_scalar_dense.default, "a tensor is read"
+        return function(*args, **(kwargs or {}))
+
+
+def test_batches_are_counted_on_the_host(build, monkeypatch):
+    """Every batch, without reading a tensor; in the state when there is a log, and at the end."""
+    trainer = build(logging_steps=4, max_steps=6)
+    original, seen = type(trainer)._track_num_input_tokens, []
+
+    def track(self, inputs):
+        with NoReading():
+            original(self, inputs)
+        seen.append(int(self.state.num_input_tokens_seen))
+
+    monkeypatch.setattr(type(trainer), "_track_num_input_tokens", track)
+    trainer.train()
+    assert seen == [0] * 4 + [4 * 24] * 2
+    assert trainer.state.num_input_tokens_seen == 6 * 24
+    assert trainer.state.log_history[0]["num_input_tokens_seen"] == 4 * 24
+
+
+def test_offsets_stay_on_the_host(build, monkeypatch):
+    """Every operator reads them there: on the device each of them would wait for it."""
+    trainer = build()
+    monkeypatch.setattr(type(trainer.args), "device", torch.device("meta"))
+    loader = trainer.get_train_dataloader()
+    batch = next(iter(loader))
+    assert {x.device.type for x in batch.values()} == {"cpu"}
+    moved = trainer._prepare_inputs(batch)
+    assert {name: x.device.type for name, x in moved.items()} == {
+        "input_ids": "meta",
+        "labels": "meta",
+        "cu_seqlens": "cpu",
+    }
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("collator", [collate_packed, collate_padded])
+def test_a_step_between_logs_waits_for_nothing(build, network, collator):
+    """PyTorch raises where the host waits for the device; the first steps compile and allocate."""
+
+    class Impatient(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            torch.cuda.set_sync_debug_mode("error" if state.global_step >= 3 else "default")
+
+        def on_step_end(self, args, state, control, **kwargs):
+            torch.cuda.set_sync_debug_mode("default")
+
+    rows = [{name: x for name, x in row.items() if name != "starts"} for row in packed_rows(16)]
+    try:
+        build(rows=rows, collator=collator, callbacks=[Impatient()], logging_steps=100, bf16=True).train()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 # What is logged and shown

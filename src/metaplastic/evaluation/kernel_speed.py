@@ -5,7 +5,8 @@ two times that no implementation of the recurrence can beat on this device: the 
 gradients over the bandwidth that a copy reaches here, and its operations per memory element and token (``OPERATIONS``)
 over the multiply-adds that the device issues at its highest clock. Memory is what a call allocates at most beyond its
 arguments, results and gradients. Errors are in norm, relative to the chunked backend in float64, of two heads of the
-first sequence.
+first sequence. Our own measurements come first; the peers' kernels are compiled by many processes at once
+(:mod:`metaplastic.ops.fla_tuning`, which also says how their tuner is shortened).
 """
 
 import contextlib
@@ -13,8 +14,7 @@ import dataclasses
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,9 +22,8 @@ from torch import Tensor
 
 from .. import ops
 from ..models import MetaplasticConfig, MetaplasticForCausalLM
-from ..ops import dispatch, fla
-from ..report import Report
-from .speed import PALIMPSA_D_170M, operator_inputs
+from ..ops import dispatch, fla, fla_tuning
+from .speed import PALIMPSA_D_170M
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,25 +57,73 @@ SIDES = (
     ("Gated DeltaNet (flash-linear-attention)", "delta", "fla"),
 )
 WIDTHS = (32, 64, 96, 128, 192, 256)  # K = V of the single head
+STEPS = (("palimpsa_d", "auto"), ("palimpsa_d_additive", "chunked"), ("palimpsa_d_additive", "fla"))
+STEP_BATCH = 8
 PALIMPSA_D_760M: dict[str, Any] = PALIMPSA_D_170M | {
     "hidden_size": 1536,
     "intermediate_size": 4096,
     "options": {"num_heads": 16, "key_size": 96, "value_size": 192},
 }
+TRAINING = {"training step 170M-D": PALIMPSA_D_170M, "training step 760M-D": PALIMPSA_D_760M}
 
 
-def bench_kernels(quick: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every measurement by name, as made; ``quick``: the first shape and a decode step. ValueError without CUDA."""
+PARTS = ("shapes", "decode", "one head", "training step")
+
+
+def bench_kernels(
+    quick: bool = False, only: Sequence[str] = PARTS, peers: bool = True
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What was measured, by name, as it is made: ours first, then what the peers add to the same names.
+
+    ``quick``: the first shape and a decode step; ``only``: some of ``PARTS``. ValueError without CUDA.
+    """
+    if unknown := [part for part in only if part not in PARTS]:
+        raise ValueError(f"only must be of {', '.join(PARTS)}, got {', '.join(unknown)}")
     if not torch.cuda.is_available():
         raise ValueError("bench kernels measures a CUDA device, and there is none here (bench ops measures the CPU)")
+    parts = [part for part in only if not quick or part in PARTS[:2]]
+    shapes = dict(itertools.islice(SHAPES.items(), 1 if quick else None)) if "shapes" in parts else {}
     yield "device", device()
-    for name, shape in itertools.islice(SHAPES.items(), 1 if quick else None):
-        yield name, bench_shape(shape)
-    yield "decode 760M-D, 64 sequences", bench_decode_step()
-    if not quick:
-        yield "one head", {str(width): bench_width(width) for width in WIDTHS}
-        yield "training step 170M-D", bench_training_step(PALIMPSA_D_170M)
-        yield "training step 760M-D", bench_training_step(PALIMPSA_D_760M)
+    for name, shape in shapes.items():
+        yield name, bench_shape(shape, SIDES[:1])
+    if "decode" in parts:
+        yield "decode 760M-D, 64 sequences", bench_decode_step()
+    if "one head" in parts:
+        yield "one head", {SIDES[0][0]: {str(width): bench_width(width, SIDES[0]) for width in WIDTHS}}
+    steps = TRAINING if "training step" in parts else {}
+    found = {name: bench_training_step(sizes, STEPS[:2]) for name, sizes in steps.items()}
+    yield from found.items()
+    if not peers:
+        return
+    if (reason := _reason("additive", "fla")) is not None:
+        yield "peers", {"not run": reason}
+        return
+    began = time.perf_counter()
+    whole = fla_tuning.compile_all(_peer_calls(shapes.values(), WIDTHS if "one head" in parts else (), steps.values()))
+    taken = time.perf_counter() - began
+    yield "peers", {"seconds to compile": taken, "all compiled then": whole, "tuning": fla_tuning.CHANGES}
+    with fla_tuning.quick():
+        for name, shape in shapes.items():
+            yield name, bench_shape(shape, SIDES[1:])
+        if "one head" in parts:
+            yield "one head", {SIDES[1][0]: {str(width): bench_width(width, SIDES[1]) for width in WIDTHS}}
+        for name, sizes in steps.items():
+            found[name] |= bench_training_step(sizes, STEPS[2:])
+            yield name, found[name] | {"palimpsa over the fastest additive": _over_the_fastest(found[name])}
+
+
+def _peer_calls(shapes: Iterable[Shape], widths: Iterable[int], models: Iterable[dict[str, Any]]) -> list[Any]:
+    """What :func:`bench_kernels` is going to time, the same kernels once."""
+    calls = [
+        fla_tuning.Call(op, s.batch, s.heads, s.key_size, s.value_size, True) for s in shapes for _, op, _ in SIDES[1:]
+    ]
+    calls += [fla_tuning.Call("additive", 16, 1, width, width, False) for width in widths]
+    for sizes in models:
+        head = sizes["options"]
+        calls += [
+            fla_tuning.Call("additive", STEP_BATCH, head["num_heads"], head["key_size"], head["value_size"], True)
+        ]
+    return list(dict.fromkeys(calls))
 
 
 def device() -> dict[str, float]:
@@ -93,14 +140,18 @@ def device() -> dict[str, float]:
 
 
 def milliseconds(run: Callable[[], Any]) -> float:
-    """Median over about 0.15 s of runs, each timed on the device, behind a cleared L2 cache."""
-    for _ in range(3):
+    """Median over about 0.15 s of runs (at least 5; 3 of more than 0.5 s), behind a cleared L2 cache.
+
+    Each is timed on the device.
+    """
+    for _ in range(2):
         run()
     torch.cuda.synchronize()
     began = time.perf_counter()
     run()
     torch.cuda.synchronize()
-    count = min(max(int(0.15 / (time.perf_counter() - began)), 5), 200)
+    taken = time.perf_counter() - began
+    count = min(max(int(0.15 / taken), 5 if taken < 0.5 else 3), 200)
     lying_in_cache = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
     pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
     for start, end in pairs:
@@ -112,19 +163,27 @@ def milliseconds(run: Callable[[], Any]) -> float:
     return statistics.median(start.elapsed_time(end) for start, end in pairs)
 
 
-def kernel_inputs(op: str, shape: Shape) -> dict[str, Any]:
-    """As :func:`operator_inputs`, on the device: activations in bf16, decays and priors in float32."""
-    made = operator_inputs(op, **dataclasses.asdict(shape))
-    wide = ("g", "prior")
-    return {
-        n: x.detach().to("cuda", torch.float32 if n in wide else torch.bfloat16).requires_grad_()
-        for n, x in made.items()
-    }
+def kernel_inputs(op: str, shape: Shape, device: str = "cuda") -> dict[str, Any]:
+    """As :func:`metaplastic.evaluation.speed.operator_inputs`, on the device: bf16, decays and priors in float32."""
+    source = torch.Generator(device).manual_seed(0)
+
+    def draw(*sizes: int) -> Tensor:
+        each = (shape.batch, shape.length, shape.heads, *sizes)
+        return torch.randn(each, generator=source, device=device)
+
+    q, k = (torch.nn.functional.normalize(draw(shape.key_size), dim=-1).bfloat16() for _ in range(2))
+    written, g = draw(shape.value_size).bfloat16(), -0.1 * draw().sigmoid()
+    made: dict[str, Tensor] = {"q": q, "k": k, "g": g, ("w" if op == "palimpsa" else "v"): written}
+    if op == "palimpsa":
+        made |= {"beta": draw(shape.value_size).sigmoid().bfloat16(), "prior": torch.ones(shape.heads, device=device)}
+    elif op == "delta":
+        made["beta"] = draw().sigmoid().bfloat16()
+    return {n: x.requires_grad_() for n, x in made.items()}
 
 
-def bench_shape(shape: Shape) -> dict[str, Any]:
+def bench_shape(shape: Shape, sides: Sequence[tuple[str, str, str]] = SIDES) -> dict[str, Any]:
     here, found = device(), {"shape": dataclasses.asdict(shape)}
-    for label, op, backend in SIDES:
+    for label, op, backend in sides:
         if (reason := _reason(op, backend)) is not None:
             found[label] = {"not run": reason}
             continue
@@ -217,22 +276,20 @@ def bench_decode_step(sequences: int = 64) -> dict[str, float]:
     return {"ms": taken, "floor ms": floor, "over the floor": taken / floor}
 
 
-def bench_width(width: int) -> dict[str, float]:
+def bench_width(width: int, side: tuple[str, str, str]) -> float:
     """Thousand tokens per second of 16 x 2048 tokens through one head, forward (the published Fig. 7)."""
-    shape, found = Shape(16, 2048, 1, width, width), {}
-    for label, op, backend in SIDES[:2]:
-        if _reason(op, backend) is None:
-            inputs = {n: x.detach() for n, x in kernel_inputs(op, shape).items()}
-            operator = getattr(ops, op)
-            taken = milliseconds(lambda o=operator, i=inputs, b=backend: o(**i, backend=b))
-            found[label] = shape.batch * shape.length / taken
-    return found
+    shape, (_, op, backend) = Shape(16, 2048, 1, width, width), side
+    inputs = {n: x.detach() for n, x in kernel_inputs(op, shape).items()}
+    taken = milliseconds(lambda: getattr(ops, op)(**inputs, backend=backend))
+    return shape.batch * shape.length / taken
 
 
-def bench_training_step(sizes: dict[str, Any], batch: int = 8, length: int = 2048) -> dict[str, Any]:
-    """Forward, backward and AdamW of a bf16 model, and of the same model with the additive rule."""
+def bench_training_step(
+    sizes: dict[str, Any], steps: Sequence[tuple[str, str]], batch: int = STEP_BATCH, length: int = 2048
+) -> dict[str, Any]:
+    """Forward, backward and AdamW of a bf16 model with each of ``steps`` (mixer, backend)."""
     found: dict[str, Any] = {"batch": batch, "length": length}
-    for mixer, backend in (("palimpsa_d", "auto"), ("palimpsa_d_additive", "fla"), ("palimpsa_d_additive", "chunked")):
+    for mixer, backend in steps:
         options = {mixer: sizes["options"] | {"backend": backend}}
         plain = {name: value for name, value in sizes.items() if name != "options"}
         torch.manual_seed(0)
@@ -247,60 +304,14 @@ def bench_training_step(sizes: dict[str, Any], batch: int = 8, length: int = 204
             optimiser.step()
             optimiser.zero_grad()
 
-        if (reason := _reason("additive", backend)) is not None and "additive" in mixer:
-            found[f"{mixer} ({backend})"] = {"not run": reason}
-            continue
         with _allowed(backend):
             taken = milliseconds(step)
         found[f"{mixer} ({backend})"] = {"ms": taken, "tokens per second": 1e3 * batch * length / taken}
         del model, optimiser
         torch.cuda.empty_cache()
-    steps = [x["ms"] for x in found.values() if isinstance(x, dict) and "ms" in x]
-    found["palimpsa over the fastest additive"] = steps[0] / min(steps[1:])
     return found
 
 
-def kernel_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
-    """One measurement as names and readable values, for a terminal."""
-    rows = []
-    for name, value in found.items():
-        if isinstance(value, dict) and "forward ms" in value:
-            times = f"{value['forward ms']:.3g} / {value['forward + backward ms']:.3g} ms"
-            shares = [f"{value[f'{p} floor share']:.0%}" for p in OPERATIONS if f"{p} floor share" in value]
-            of_floor = f", {' / '.join(shares)} of the floor" if shares else ""
-            rows.append((name, f"{times}{of_floor}, {value['extra peak GB']:.2f} GB extra"))
-            if "errors" in value:
-                worst = max(value["errors"].items(), key=lambda x: x[1])
-                rows.append(("  largest error", f"{worst[1]:.1e} ({worst[0]})"))
-                rows.append(("  20 runs equal, bit for bit", "yes" if value["20 runs equal"] else "NO"))
-            if "note" in value:
-                rows.append(("  note", value["note"]))
-        elif isinstance(value, dict):
-            words = ", ".join(f"{n} {v:.4g}" if isinstance(v, float) else f"{n} {v}" for n, v in value.items())
-            rows.append((name, words))
-        else:
-            rows.append((name, f"{value:.4g}" if isinstance(value, float) else str(value)))
-    return rows
-
-
-def kernel_page(record: dict[str, Any], output: Path) -> Path:
-    """Tables and the throughput of one head, as one page."""
-    from matplotlib.figure import Figure
-
-    report = Report("Kernels on this device")
-    report.text("Forward / forward and backward, medians; shares are of the floor that no implementation can beat.")
-    for name, found in record["measurements"].items():
-        report.heading(name)
-        if name != "one head":
-            report.table(["measured", "value"], kernel_rows(found))
-            continue
-        figure = Figure(figsize=(5, 3.2))
-        axes = figure.subplots()
-        for label in dict.fromkeys(label for each in found.values() for label in each):
-            points = [(int(width), each[label]) for width, each in found.items() if label in each]
-            axes.plot(*zip(*points, strict=True), marker="o", label=label)
-        axes.set(xlabel="K = V of the head", ylabel="thousand tokens / s", yscale="log")
-        axes.legend()
-        report.figure(figure, "16 x 2048 tokens through one head, forward.", save=output / "one-head.png")
-    report.facts(record)
-    return report.write(output / "index.html")
+def _over_the_fastest(found: dict[str, Any]) -> float:
+    steps = [x["ms"] for x in found.values() if isinstance(x, dict) and "ms" in x]
+    return steps[0] / min(steps[1:])

@@ -95,7 +95,9 @@ class _Collected:
         if not callable(getattr(mixer, "gates", None)):
             return
         memory = None if state is None else state.memory
-        self.memory.look(Call(mixer.gates(x, state, mask=mask, cu_seqlens=cu_seqlens), memory, keep, cu_seqlens))
+        gates = mixer.gates(x, state, mask=mask, cu_seqlens=cu_seqlens)
+        with torch.autocast(x.device.type, enabled=False):  # the replay is float32 or more, whatever the model is in
+            self.memory.look(Call(gates, memory, keep, cu_seqlens))
 
     def summary(self) -> LayerMemory:
         kind = type(self.memory)

@@ -208,7 +208,7 @@ class Attention(nn.Module):
 
     def _kept_packed(self, past: AttentionState | None, here: AttentionState, cu_seqlens: Tensor) -> AttentionState:
         """The state of every sequence, its slots at the right end of as many as the longest needs."""
-        offsets = cu_seqlens.to(here.keys.device, torch.int64)
+        offsets = cu_seqlens.to(here.keys.device, torch.int64, non_blocking=True)
         lengths, before = offsets.diff(), 0 if past is None else past.positions.shape[1]
         longest = here.positions.shape[1]
         if not torch.compiler.is_compiling() and len(lengths):
@@ -261,7 +261,7 @@ def _places(x: Tensor, past: AttentionState | None, keep: Tensor | None, cu_seql
     if cu_seqlens is None:
         counted = token if keep is None else keep.cumsum(1) - 1
         return _Places(start[:, None] + counted, token)
-    offsets = cu_seqlens.to(x.device, torch.int64)
+    offsets = cu_seqlens.to(x.device, torch.int64, non_blocking=True)
     sequence = torch.searchsorted(offsets[1:].contiguous(), token, right=True)
     start = F.pad(offsets[:-1] - start, (0, 1))  # the tail is masked
     return _Places((token - start[sequence])[None], sequence)

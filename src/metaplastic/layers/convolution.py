@@ -86,7 +86,7 @@ class ShortConvolution(nn.Module):
     def _packed(self, x: Tensor, state: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
         """Lays the sequences out one after the other, each behind its own state, and convolves once."""
         kept = self.kernel_size - 1
-        offsets = cu_seqlens.to(x.device, torch.int64)
+        offsets = cu_seqlens.to(x.device, torch.int64, non_blocking=True)
         token = torch.arange(x.shape[1], device=x.device)
         sequence = torch.searchsorted(offsets[1:].contiguous(), token, right=True)  # N for the tail
         slot = token + kept * (sequence + 1).clamp(max=len(offsets) - 1)

@@ -18,6 +18,7 @@ from ..layers import MIXERS
 from ..layers.mixer import MixerState
 from ..ops.contract import check_mask, check_packing, inside_sequences
 from . import cache as states
+from . import loss as losses
 from . import packing
 from .arguments import check_inputs, check_targets
 from .configuration import MetaplasticConfig
@@ -36,7 +37,7 @@ class MetaplasticOutput(ModelOutput):
 
 @dataclass
 class MetaplasticCausalLMOutput(ModelOutput):
-    """``loss``, ``logits [B, T, vocabulary]``, ``cache``, ``hidden_states``."""
+    """``loss``, ``logits [B, T, vocabulary]`` (None beside a fused loss), ``cache``, ``hidden_states``."""
 
     loss: Tensor | None = None
     logits: Tensor | None = None
@@ -188,10 +189,14 @@ class MetaplasticModel(MetaplasticPreTrainedModel):
 
 
 class MetaplasticForCausalLM(MetaplasticPreTrainedModel, RecurrentGenerationMixin):
-    """The language model: :class:`MetaplasticModel` and the output layer."""
+    """The language model: :class:`MetaplasticModel` and the output layer.
+
+    ``loss_form``: how the loss is computed, "plain", "fused" or "auto" (:mod:`metaplastic.models.loss`); not saved.
+    """
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     accepts_loss_kwargs = True
+    loss_form: str = "plain"
 
     def __init__(self, config: MetaplasticConfig):
         super().__init__(config)
@@ -215,7 +220,7 @@ class MetaplasticForCausalLM(MetaplasticPreTrainedModel, RecurrentGenerationMixi
         past_key_values: Cache | None = None,
         **others: Any,
     ) -> MetaplasticCausalLMOutput:
-        """Next-token logits, and the loss if labels are given.
+        """Next-token logits, and the loss if labels are given (one that is fused leaves no logits).
 
         Args:
             input_ids: tokens ``[B, T]``, or ``inputs_embeds [B, T, D]``.
@@ -246,15 +251,20 @@ class MetaplasticForCausalLM(MetaplasticPreTrainedModel, RecurrentGenerationMixi
             output_hidden_states,
             return_dict=True,
         )
+        x, asked = outputs.last_hidden_state, labels is not None or shift_labels is not None
+        fused = losses.chosen(self.loss_form, self.lm_head, x) if asked else None
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(outputs.last_hidden_state[:, keep])
+        logits = self.lm_head(x[:, keep]) if fused is None else None
         loss = None
         if labels is not None and cu_seqlens is not None:  # nothing is predicted from another sequence
             length = labels.shape[-1]
             starts = torch.zeros(length + 1, dtype=torch.bool, device=labels.device)
-            starts = starts.index_fill(0, cu_seqlens.to(labels.device, torch.int64), True)[:length]
+            borders = cu_seqlens.to(labels.device, torch.int64, non_blocking=True)
+            starts = starts.index_fill(0, borders, True)[:length]
             labels = labels.masked_fill(starts | ~inside_sequences(cu_seqlens, length, labels.device), -100)
-        if labels is not None or shift_labels is not None:
+        if fused is not None:
+            loss = losses.fused(x, self.lm_head, labels, shift_labels, num_items_in_batch, fused)
+        elif asked:
             loss = self.loss_function(
                 logits=logits,
                 labels=None if labels is None else labels.long(),

@@ -16,11 +16,12 @@ class Chunks:
     """``count`` chunks of at most ``size`` tokens; ``rows(c)`` are the sequences present in chunk c."""
 
     def __init__(self, batch: int, length: int, offsets: Tensor | None, size: int, device: torch.device):
-        self.size = size
-        self.packed: tuple[Tensor, Tensor] | None = None  # first token and length of every sequence
+        self.size, self.device = size, device
+        # First token and length of every sequence, on the CPU: what is found there never makes the host wait.
+        self.packed: tuple[Tensor, Tensor] | None = None
         if offsets is not None:
             lengths = offsets[1:] - offsets[:-1]
-            self.packed = offsets[:-1].to(device), lengths.to(device)
+            self.packed = offsets[:-1], lengths
             length = int(lengths.max()) if lengths.numel() else 0
         elif batch == 0:
             length = 0
@@ -30,11 +31,14 @@ class Chunks:
         """Which rows of the state take part in chunk c."""
         if self.packed is None:
             return slice(None)
-        return (self.packed[1] > c * self.size).nonzero()[:, 0]
+        return self._here((self.packed[1] > c * self.size).nonzero()[:, 0])
+
+    def _here(self, x: Tensor) -> Tensor:
+        return x.to(self.device, non_blocking=True)
 
     def _index(self, starts: Tensor, lengths: Tensor, c: int) -> tuple[Tensor, Tensor]:
-        rows = self.rows(c)
-        position = c * self.size + torch.arange(self.size, device=starts.device)
+        rows = (lengths > c * self.size).nonzero()[:, 0]
+        position = c * self.size + torch.arange(self.size)
         valid = position < lengths[rows, None]
         return (starts[rows, None] + position).where(valid, 0), valid
 
@@ -42,7 +46,7 @@ class Chunks:
         """Chunk c of ``x [B, T, H, ...]``: ``[rows, size, H, ...]``, zero beyond the end of a packed sequence."""
         if self.packed is None:
             return x[:, c * self.size : (c + 1) * self.size]
-        index, valid = self._index(*self.packed, c)
+        index, valid = map(self._here, self._index(*self.packed, c))
         return x[0][index].where(valid.view(*valid.shape, *[1] * (x.dim() - 2)), 0)
 
     def put(self, out: Tensor, c: int, value: Tensor) -> None:
@@ -51,7 +55,9 @@ class Chunks:
             out[:, c * self.size : (c + 1) * self.size] = value
         else:
             index, valid = self._index(*self.packed, c)
-            out[0][index[valid]] = value[valid].to(out.dtype)
+            there = valid.flatten().nonzero()[:, 0]
+            taken = value.flatten(0, 1)[self._here(there)]
+            out[0][self._here(index.flatten()[there])] = taken.to(out.dtype)
 
     def walk_back(
         self, state: list[Tensor], advance: Callable[[int, list[Tensor]], list[Tensor]]

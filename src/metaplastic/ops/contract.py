@@ -58,7 +58,7 @@ def check_query(op: str, q: Tensor) -> None:
 
 
 def check_packing(op: str, cu_seqlens: Tensor | None, batch: int) -> int:
-    """Checks the type and shape of ``cu_seqlens``; returns the number of sequences (= rows of the state)."""
+    """Checks type and shape of ``cu_seqlens``, on any device; returns the number of sequences (= rows of the state)."""
     if cu_seqlens is None:
         return batch
     if not isinstance(cu_seqlens, Tensor):
@@ -71,9 +71,15 @@ def check_packing(op: str, cu_seqlens: Tensor | None, batch: int) -> int:
     return cu_seqlens.shape[0] - 1
 
 
+def on_host(cu_seqlens: Tensor | None) -> Tensor | None:
+    """``cu_seqlens`` on the CPU, where every backend reads it: copied back once a call; if given there, not at all."""
+    return cu_seqlens if cu_seqlens is None or cu_seqlens.device.type in ("cpu", "meta") else cu_seqlens.cpu()
+
+
 def inside_sequences(cu_seqlens: Tensor, length: int, device: torch.device) -> Tensor:
     """Which of ``length`` packed tokens belong to a sequence: ``[T]`` bool, False in the tail."""
-    return torch.arange(length, device=device) < cu_seqlens[-1].to(device)
+    end = cu_seqlens[-1]  # on the CPU it is a number like any other: nothing is copied
+    return torch.arange(length, device=device) < (end if end.device.type == "cpu" else end.to(device))
 
 
 def check_mask(name: str, mask: Any) -> None:
@@ -145,7 +151,7 @@ def check_finite(op: str, name: str, x: Tensor) -> None:
 
 
 def read_offsets(op: str, cu_seqlens: Tensor | None, length: int) -> Tensor | None:
-    """``cu_seqlens`` as an int64 CPU tensor, its values checked (host backends read it anyway)."""
+    """``cu_seqlens`` as an int64 CPU tensor, its values checked: how the work is cut follows from them."""
     if cu_seqlens is None:
         return None
     offsets = cu_seqlens.detach().to("cpu", torch.int64)

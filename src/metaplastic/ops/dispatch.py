@@ -29,12 +29,15 @@ class Backend(NamedTuple):
     slow: bool  # "auto" warns when it has to fall back to this on a device
     dtypes: tuple[torch.dtype, ...] = ()  # of q; empty: any
     hardware: str | None = None  # "module:function" that says why the device here cannot run it, None if it can
+    # "module:function" of dtype, K and V that names the kernels which run then; None: the same for all sizes
+    kernels: str | None = None
+    gradients: str | None = None  # "module:function" of operator and per_key: why no gradients here, None if they are
 
 
 _HALF = (torch.bfloat16, torch.float16)
+_FLA_GRADIENTS = "metaplastic.ops.fla:no_gradients"
 
-# In order of preference: "auto" takes the first that fits. What stands behind "reference" is taken by name only: "fla",
-# and "triton" until it has been checked on a GPU.
+# In order of preference: "auto" takes the first that fits. What stands behind "reference" is taken by name only.
 BACKENDS: dict[str, dict[str, Backend]] = {
     "palimpsa": {
         "cuda": Backend(
@@ -43,21 +46,28 @@ BACKENDS: dict[str, dict[str, Backend]] = {
             "cuda.bindings",
             False,
             hardware="metaplastic.ops.palimpsa.cuda.compile:too_old",
+            kernels="metaplastic.ops.palimpsa.cuda.kinds:kernels",
+        ),
+        "triton": Backend(  # slow beside "cuda", fast beside "chunked"
+            "metaplastic.ops.palimpsa.triton:apply",
+            ("cuda", "xpu"),
+            "triton",
+            True,
+            kernels="metaplastic.ops.dispatch:each_size",
         ),
         "cpu": Backend("metaplastic.ops.palimpsa.cpu:apply", ("cpu",), "numba", False),
         "chunked": Backend("metaplastic.ops.palimpsa.chunked:apply", (), None, True),
         "reference": Backend("metaplastic.ops.palimpsa.reference:apply", (), None, True),
-        "triton": Backend("metaplastic.ops.palimpsa.triton:apply", ("cuda", "xpu"), "triton", True),
     },
     "additive": {
         "chunked": Backend("metaplastic.ops.additive.chunked:apply", (), None, False),
         "reference": Backend("metaplastic.ops.additive.reference:apply", (), None, True),
-        "fla": Backend("metaplastic.ops.fla:additive", ("cuda",), "fla", False, _HALF),
+        "fla": Backend("metaplastic.ops.fla:additive", ("cuda",), "fla", False, _HALF, gradients=_FLA_GRADIENTS),
     },
     "delta": {
         "chunked": Backend("metaplastic.ops.delta.chunked:apply", (), None, False),
         "reference": Backend("metaplastic.ops.delta.reference:apply", (), None, True),
-        "fla": Backend("metaplastic.ops.fla:delta", ("cuda",), "fla", False, _HALF),
+        "fla": Backend("metaplastic.ops.fla:delta", ("cuda",), "fla", False, _HALF, gradients=_FLA_GRADIENTS),
     },
     "bayesian": {
         "chunked": Backend("metaplastic.ops.bayesian.chunked:apply", (), None, False),
@@ -91,9 +101,27 @@ def _blocked() -> frozenset[str]:
         return frozenset()
 
 
-def configuration(op: str, backend: str, device: str, dtype: torch.dtype) -> str:
-    """The name of one configuration on the block list, e.g. ``palimpsa/cpu/cpu/float32``."""
-    return f"{op}/{backend}/{device}/{str(dtype).removeprefix('torch.')}"
+def configuration(op: str, backend: str, device: str, dtype: torch.dtype, sizes: tuple[int, ...] = ()) -> str:
+    """The name of one configuration on the block list, e.g. ``palimpsa/cpu/cpu/float32``.
+
+    With ``sizes`` (K and V), of those kernels alone that run for such a head; other sizes may share them.
+    """
+    name = f"{op}/{backend}/{device}/{str(dtype).removeprefix('torch.')}"
+    kernels = BACKENDS[op][backend].kernels
+    return f"{name}/{_look_up(kernels)(dtype, *sizes)}" if sizes and kernels else name
+
+
+def each_size(dtype: torch.dtype, keys: int, values: int) -> str:
+    """The name of kernels in which K and V are constants."""
+    return f"{keys}x{values}"
+
+
+def by_size(op: str) -> bool:
+    """Whether kernels for some head sizes alone are on the block list."""
+    return any(name.startswith(f"{op}/") and name.count("/") > 3 for name in _blocked())
+
+
+by_size._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]  (see _resolve)
 
 
 def block(configurations: dict[str, str]) -> Path:
@@ -138,8 +166,8 @@ def on_device(op: str, device: str) -> list[str]:
     return [name for name, entry in BACKENDS[op].items() if not entry.devices or device in entry.devices]
 
 
-def reason_against(op: str, backend: str, device: str, dtype: torch.dtype) -> str | None:
-    """Why ``backend`` cannot run here, or None if it can."""
+def reason_against(op: str, backend: str, device: str, dtype: torch.dtype, sizes: tuple[int, ...] = ()) -> str | None:
+    """Why ``backend`` cannot run here (with heads of these ``sizes``, K and V, if given), or None if it can."""
     entry = BACKENDS[op][backend]
     if entry.devices and device not in entry.devices:
         return f"runs on {', '.join(entry.devices)} tensors, not on {device}"
@@ -150,9 +178,18 @@ def reason_against(op: str, backend: str, device: str, dtype: torch.dtype) -> st
         return f"needs the package {entry.requires}, which is not installed"
     if entry.hardware and (reason := _look_up(entry.hardware)()) is not None:
         return reason
+    blocked = f"and is blocked (run `metaplastic doctor`; list: {block_list_path()})"
     if configuration(op, backend, device, dtype) in _blocked():
-        return f"failed its check on this machine and is blocked (run `metaplastic doctor`; list: {block_list_path()})"
+        return f"failed its check on this machine {blocked}"
+    if sizes and by_size(op) and configuration(op, backend, device, dtype, sizes) in _blocked():
+        return f"failed its check on this machine for heads of {sizes[0]} x {sizes[1]} {blocked}"
     return None
+
+
+def no_gradients(op: str, backend: str, per_key: bool = False) -> str | None:
+    """Why a backend that can run here has no gradients (of a decay per head or per key), or None if it has."""
+    entry = BACKENDS[op][backend]
+    return _look_up(entry.gradients)(op, per_key) if entry.gradients else None
 
 
 @functools.cache
@@ -164,10 +201,10 @@ def _installed(package: str) -> bool:
 
 
 @functools.cache
-def _choose(op: str, device: str, dtype: torch.dtype) -> str:
+def _choose(op: str, device: str, dtype: torch.dtype, sizes: tuple[int, ...] = ()) -> str:
     reasons = []
     for name, entry in BACKENDS[op].items():
-        if (reason := reason_against(op, name, device, dtype)) is None:
+        if (reason := reason_against(op, name, device, dtype, sizes)) is None:
             if entry.slow and reasons:
                 warnings.warn(
                     f"ops.{op} on {device} runs the slow {name!r} backend ({'; '.join(reasons)})", stacklevel=4
@@ -210,16 +247,19 @@ def _look_up(name: str) -> Callable:
 _functions: dict[str, dict[str, Callable]] = {op: {} for op in BACKENDS}
 
 
-def resolve(op: str, backend: str, device: str, dtype: torch.dtype) -> Callable:
-    """The function to call for ``backend`` ("auto" or a name) on this device and dtype; raises if it cannot run."""
-    backend = _resolve(op, backend, device, dtype)
+def resolve(op: str, backend: str, device: str, dtype: torch.dtype, sizes: tuple[int, ...] = ()) -> Callable:
+    """The function to call for ``backend`` ("auto" or a name) on this device and dtype; raises if it cannot run.
+
+    ``sizes``: K and V of the heads, which matter where some kernels alone are blocked.
+    """
+    backend = _resolve(op, backend, device, dtype, tuple(int(size) for size in sizes) if by_size(op) else ())
     return _functions[op][backend]
 
 
-def _resolve(op: str, backend: str, device: str, dtype: torch.dtype) -> str:
+def _resolve(op: str, backend: str, device: str, dtype: torch.dtype, sizes: tuple[int, ...] = ()) -> str:
     if backend == "auto":
-        backend = _choose(op, device, dtype)
-    elif check_name(op, backend) and (reason := reason_against(op, backend, device, dtype)) is not None:
+        backend = _choose(op, device, dtype, sizes)
+    elif check_name(op, backend) and (reason := reason_against(op, backend, device, dtype, sizes)) is not None:
         raise RuntimeError(f"ops.{op}: backend {backend!r} {reason}")
     _used.setdefault(op, set()).add(backend)
     if backend not in _functions[op]:

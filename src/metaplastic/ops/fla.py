@@ -2,7 +2,9 @@
 
 Only for 16-bit inputs (its products are TF32 or less) and only by name: states between chunks may be rounded, and each
 call leaves the graph of torch.compile. Decays below exp(-20) = 2e-9 are taken as that: far below 16-bit rounding, and
-its sums of log decays, whose differences it takes, stay small enough for float32.
+its sums of log decays, whose differences it takes, stay small enough for float32. K and V are padded to whole
+multiples of ``MULTIPLE`` (it refuses odd ones). Where its backward cannot be trusted there are no gradients
+(:func:`no_gradients`), and a call that would need them raises.
 """
 
 import contextlib
@@ -10,13 +12,16 @@ import itertools
 from collections.abc import Callable, Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .additive import check_values as check_additive
-from .contract import read_offsets
+from .contract import read_offsets, require
 from .delta import check_values as check_delta
 
 _LEAST = -20.0  # log decay
+MULTIPLE = 8
+LARGEST_KEYS = 256  # of the delta rule
 Optional = Tensor | None
 
 
@@ -40,8 +45,31 @@ def delta(
     from fla.ops.kda import chunk_kda  # pyright: ignore[reportMissingImports]
 
     check_delta(beta, g, _tokens("delta", cu_seqlens, q))
+    size = q.shape[3]
+    require(
+        size <= LARGEST_KEYS,
+        f"delta: q must have K of at most {LARGEST_KEYS} for backend 'fla' (its limit), got {size}",
+    )
     run = chunk_kda if g.dim() == 4 else chunk_gated_delta_rule
     return _run("delta", run, {"q": q, "k": k, "v": v, "beta": beta, "g": g}, mean, cu_seqlens, scale)
+
+
+def no_gradients(op: str, per_key: bool) -> str | None:
+    """Why there are no gradients here for a decay per head (or per key); None if there are."""
+    from fla.ops.common import chunk_o  # pyright: ignore[reportMissingImports]
+
+    if per_key or not (chunk_o.IS_NVIDIA_HOPPER and chunk_o.TRITON_ABOVE_3_4_0 and not chunk_o.TRITON_ABOVE_3_7_1):
+        return None
+    if op == "delta" and _tilelang():  # the additive rule's backward keeps what tilelang's does not take
+        return None
+    instead = " or tilelang" if op == "delta" else ""
+    return f"Triton 3.4.0 to 3.7.0 miscompiles its backward of a decay per head on Hopper (needs 3.7.1{instead})"
+
+
+def _tilelang() -> bool:
+    from fla.ops.common.backends.tilelang import CommonTileLangBackend  # pyright: ignore[reportMissingImports]
+
+    return CommonTileLangBackend.can_use()
 
 
 @contextlib.contextmanager
@@ -52,10 +80,10 @@ def unchecked() -> Iterator[str]:
     """
     from fla.ops.common import chunk_o  # pyright: ignore[reportMissingImports]
 
+    reason = no_gradients("additive", per_key=False)
     before, chunk_o.TRITON_ABOVE_3_7_1 = chunk_o.TRITON_ABOVE_3_7_1, True
     try:
-        refused = chunk_o.IS_NVIDIA_HOPPER and chunk_o.TRITON_ABOVE_3_4_0 and not before
-        yield "this version of Triton miscompiles its backward" if refused else ""
+        yield "" if reason is None else "this version of Triton miscompiles its backward"
     finally:
         chunk_o.TRITON_ABOVE_3_7_1 = before
 
@@ -66,24 +94,46 @@ def _tokens(op: str, cu_seqlens: Optional, q: Tensor) -> int | None:
     return None if offsets is None else int(offsets[-1])
 
 
+def _check(op: str, inputs: dict[str, Tensor], state: Optional) -> None:
+    for name in ("k", "v"):
+        here, dtype = inputs[name].dtype, inputs["q"].dtype
+        require(here == dtype, f"{op}: {name} must be {dtype} like q for backend 'fla', got {here}")
+    leaves = [*inputs.values(), *([] if state is None else [state])]
+    wanted = torch.is_grad_enabled() and any(x.requires_grad for x in leaves)
+    if wanted and (reason := no_gradients(op, inputs["g"].dim() == 4)) is not None:
+        raise RuntimeError(
+            f"ops.{op}: backend 'fla' has no gradients here: {reason}. "
+            "Use backend='chunked', or torch.no_grad() if none are wanted"
+        )
+
+
 def _run(op: str, run: Callable, inputs: dict[str, Tensor], state: Optional, cu_seqlens: Optional, scale: float):
     """Output ``[B, T, H, V]`` and final state ``[N, H, K, V]``; empty sequences and the tail never reach a kernel."""
+    _check(op, inputs, state)
     q, v = inputs["q"], inputs["v"]
     offsets = read_offsets(op, cu_seqlens, q.shape[1])
-    rows = q.shape[0] if offsets is None else len(offsets) - 1
+    rows, keys, values = q.shape[0] if offsets is None else len(offsets) - 1, q.shape[3], v.shape[3]
     if state is None:
-        state = q.new_zeros(rows, q.shape[2], q.shape[3], v.shape[3], dtype=torch.float32)
+        state = q.new_zeros(rows, q.shape[2], keys, values, dtype=torch.float32)
     tokens = q.shape[1] if offsets is None else int(offsets[-1])
-    if tokens == 0 or q.shape[0] == 0:
+    if tokens == 0 or q.numel() == 0 or v.numel() == 0:
         return v.new_zeros(v.shape), state.clone()
     inputs = {n: x[:, :tokens] for n, x in inputs.items()}
     inputs["g"] = inputs["g"].float().clamp(min=_LEAST)
+    more = {"q": -keys % MULTIPLE, "k": -keys % MULTIPLE, "v": -values % MULTIPLE}
+    if inputs["g"].dim() == 4:
+        more["g"] = more["k"]
+    inputs = {n: F.pad(x, (0, more[n])) if more.get(n) else x for n, x in inputs.items()}
+    padded = F.pad(state, (0, more["v"], 0, more["k"]))
     options = {"scale": scale, "output_final_state": True}
     if offsets is None:
-        o, final = run(**inputs, initial_state=state, **options)
-        return o, final
+        o, final = run(**inputs, initial_state=padded, **options)
+        return o[..., :values], final[:, :, :keys, :values]
     full = [n for n, (a, b) in enumerate(itertools.pairwise(offsets.tolist())) if b > a]
-    there = torch.tensor(full, device=q.device)
-    borders = torch.cat([offsets[:1], offsets[1:][full]]).to(q.device)
-    o, final = run(**inputs, initial_state=state[there], cu_seqlens=borders, **options)
-    return torch.cat([o, o.new_zeros(1, q.shape[1] - tokens, *o.shape[2:])], 1), state.index_copy(0, there, final)
+    there = torch.tensor(full).to(q.device, non_blocking=True)
+    borders = torch.cat([offsets[:1], offsets[1:][full]])
+    options["cu_seqlens_cpu"] = borders
+    borders = borders.to(q.device, non_blocking=True)
+    o, final = run(**inputs, initial_state=padded[there], cu_seqlens=borders, **options)
+    o = F.pad(o[..., :values], (0, 0, 0, 0, 0, q.shape[1] - tokens))
+    return o, state.index_copy(0, there, final[:, :, :keys, :values])

@@ -214,7 +214,7 @@ def _of_text(data: Any, file: Path, separator: str | None) -> Iterator[str]:
         try:
             rest.append(decoder.decode(chunk, final=not chunk))
         except UnicodeDecodeError as error:
-            raise _not_text(file, error, read - len(error.object)) from error
+            raise _not_text(file, str(file), error, read - len(error.object)) from error
         if not chunk:
             break
         if separator is not None:
@@ -230,7 +230,7 @@ def _of_lines(data: Any, file: Path, column: str) -> Iterator[str]:
         try:
             text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\n")
         except UnicodeDecodeError as error:
-            raise _not_text(file, error, read) from error
+            raise _not_text(file, f"{file}, line {number}", error, read) from error
         read += len(line)
         if text.strip():
             yield _text_of_line(text, column, f"{file}, line {number}")
@@ -240,6 +240,8 @@ def _text_of_line(line: str, column: str, where: str) -> str:
     try:
         text = json.loads(line)[column]
         text.encode()  # half of a surrogate pair is valid JSON and no text
+    except RecursionError as error:  # valid JSON, but deeper than Python follows
+        raise ValueError(f"{where}: expected a JSON object nested less deeply, got {line[:80]}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{where}: expected a JSON object with a string {column!r}, got {line[:80]}") from error
     return text
@@ -256,20 +258,25 @@ def _of_parquet(file: Path, column: str) -> Iterator[str]:
         if column not in (names := table.schema_arrow.names):
             found = ", ".join(map(repr, names))
             raise ValueError(f"{file}: has no column {column!r}, expected one of {found}")
-        for batch in table.iter_batches(batch_size=1024, columns=[column]):
-            for text in batch.column(0).to_pylist():
-                if text is not None and not isinstance(text, str):
-                    got = f"{type(text).__name__} {str(text)[:40]!r}"
-                    raise ValueError(f"{file}: column {column!r} holds {got}, expected strings")
-                if text is not None:
-                    yield text
+        batches = table.iter_batches(batch_size=1024, columns=[column])
+        for row, value in enumerate(chain.from_iterable(batch.column(0) for batch in batches)):
+            try:
+                text = value.as_py()
+            except UnicodeDecodeError as error:  # Parquet does not check what it calls a string
+                where = f"{file}, row {row}, column {column!r}"
+                raise ValueError(f"{where}: expected UTF-8 text, got {error.object[error.start]:#04x}") from error
+            if text is not None and not isinstance(text, str):
+                got = f"{type(text).__name__} {str(text)[:40]!r}"
+                raise ValueError(f"{file}: column {column!r} holds {got}, expected strings")
+            if text is not None:
+                yield text
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{file}: expected a whole Parquet file ({' '.join(str(error).split())})") from error
 
 
-def _not_text(file: Path, error: UnicodeDecodeError, offset: int) -> ValueError:
-    where = f"{'decompressed ' if file.suffix == '.bz2' else ''}byte {offset + error.start}"
-    return ValueError(f"{file}: expected UTF-8 text, got {error.object[error.start]:#04x} at {where}")
+def _not_text(file: Path, where: str, error: UnicodeDecodeError, offset: int) -> ValueError:
+    place = f"{'decompressed ' if file.suffix == '.bz2' else ''}byte {offset + error.start}"
+    return ValueError(f"{where}: expected UTF-8 text, got {error.object[error.start]:#04x} at {place}")
 
 
 def _standard_library() -> Iterator[Document]:

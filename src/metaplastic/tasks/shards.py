@@ -26,6 +26,7 @@ import functools
 import hashlib
 import json
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from metaplastic.tasks.text import cut_block, load_tokenizer
+from metaplastic.tasks.text import cut_block, load_tokenizer, vocabulary_size
 
 INDEX, PROGRESS, TOKENIZER = "index.json", "progress.json", "tokenizer"
 FORMAT, VERSION = "metaplastic shards", 1
@@ -62,7 +63,11 @@ def read_index(folder: str | Path) -> dict[str, Any]:
         if (folder / PROGRESS).is_file():
             raise ValueError(f"data: {folder} is not finished: the same `metaplastic data tokenise` command goes on")
         raise ValueError(f"data: {folder} has no {INDEX}, {expected}")
-    return read_json(folder / INDEX)
+    index = read_json(folder / INDEX)
+    following = [file_of(folder, len(index["shards"]), split, "tokens") for split in SPLITS]
+    if beyond := next((file for file in following if file.exists()), None):
+        raise ValueError(f"data: {folder / INDEX} names {len(index['shards'])} shards, but there is {beyond.name}")
+    return index
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -75,26 +80,54 @@ def read_json(file: Path) -> dict[str, Any]:
             raise ValueError(f"version {index['version']!r}, expected {VERSION}, which this program reads")
         for part in (index["tokenizer"]["sha256"].encode(), index["origin"].keys(), index["settings"].keys()):
             len(part)
-        entries = [shard[split] for shard in index["shards"] for split in SPLITS]
-        numbers = [index["vocabulary"], *(entry[kind] for entry in entries for kind in ("documents", "tokens"))]
-        if np.dtype(index["dtype"]).kind != "u" or not all(isinstance(number, int) for number in numbers):
-            raise ValueError("numbers that are none")
-        for entry in entries:
-            dict(entry["sha256"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if file.name == PROGRESS:
+            len((index["place"]["source"], index["place"]["skip"]))
+        size, dtype = index["vocabulary"], index["dtype"]
+        if type(size) is not int or not 0 < size <= 2**32 or dtype != np.min_scalar_type(size - 1).name:
+            raise ValueError(f"vocabulary {size!r} and dtype {dtype!r}, which do not fit")
+        for number, shard in enumerate(index["shards"]):
+            for split in SPLITS:
+                _check_entry(shard[split], f"shard {number}, {split}")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"data: {file} is no index of shards ({type(error).__name__}: {error})") from error
     return index
 
 
+def _check_entry(entry: dict[str, Any], where: str) -> None:
+    """What the index says of one split of a shard: counts that can be, and a hash of each file they speak of."""
+    documents, tokens, sha256 = entry["documents"], entry["tokens"], entry["sha256"]
+    if not all(type(count) is int and count >= 0 for count in (documents, tokens)):
+        raise ValueError(f"{where}: {documents!r} documents of {tokens!r} tokens, expected numbers")
+    if documents > tokens or (tokens and not documents):  # each ends in a token
+        raise ValueError(f"{where}: {documents} documents of {tokens} tokens, which cannot be")
+    if set(sha256) != ({"tokens", "starts"} if tokens else set()):
+        raise ValueError(f"{where}: hashes of {sorted(sha256)} for {tokens} tokens")
+    if not all(re.fullmatch("[0-9a-f]{64}", each) for each in sha256.values()):
+        raise ValueError(f"{where}: a SHA-256 that is none")
+
+
+def counts(index: dict[str, Any]) -> dict[str, dict[str, int]]:
+    """Of each split, the number of documents and tokens."""
+    kinds = ("documents", "tokens")
+    return {split: {kind: sum(shard[split][kind] for shard in index["shards"]) for kind in kinds} for split in SPLITS}
+
+
 def tokenizer_of(folder: str | Path) -> Any:
     """The tokenizer that made the shards; raises ValueError if the copy in the folder is another one."""
-    expected, place = read_index(folder)["tokenizer"]["sha256"], Path(folder) / TOKENIZER
+    return check_tokenizer(Path(folder), read_index(folder))
+
+
+def check_tokenizer(folder: Path, index: dict[str, Any]) -> Any:
+    """The folder's copy of the tokenizer; raises ValueError if it is not the one that `index` speaks of."""
+    expected, place = index["tokenizer"]["sha256"], folder / TOKENIZER
     try:
         tokenizer = load_tokenizer(place)
     except OSError as error:
         raise ValueError(f"data: {place} holds no tokenizer that can be read ({error})") from error
     if (found := tokenizer_fingerprint(tokenizer)) != expected:
         raise ValueError(f"data: {place} is not the tokenizer of these shards (SHA-256 {found}, expected {expected})")
+    if (size := vocabulary_size(tokenizer)) != index["vocabulary"]:
+        raise ValueError(f"data: {folder / INDEX} names {index['vocabulary']} ids, but its tokenizer has {size}")
     return tokenizer
 
 
@@ -108,7 +141,11 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
 
 
 def check_sizes(folder: Path, index: dict[str, Any]) -> None:
-    """Raises ValueError, with the name of the file, where one is missing or not as long as it was written."""
+    """Raises ValueError, with the name of the file, where one is missing, too many or not as long as it was written."""
+    for number, shard in enumerate(index["shards"]):
+        for split in (split for split in SPLITS if not shard[split]["tokens"]):
+            if (file := file_of(folder, number, split, "tokens")).exists():
+                raise ValueError(f"data: {file} is there, expected none: the index names no document of it")
     for file, bytes_, _ in _files(folder, index):
         if not file.is_file():
             raise ValueError(f"data: {file} is missing")
@@ -190,7 +227,8 @@ class ShardedText(Dataset[dict[str, Tensor]]):
         self.tokens = int(self._offsets[-1])
         if self.tokens < block_length:
             needed = f"expected at least block_length = {block_length}"
-            needed += ": tokenise with a larger share held out (--held-out)" if split == "held_out" else ""
+            share = "larger" if split == "held_out" else "" if self.tokens else "smaller"
+            needed += f": tokenise with a {share} share held out (--held-out)" if share else ""
             raise ValueError(f"data: {self.folder} has {self.tokens} tokens in its split {split!r}, {needed}")
         self.dropped_tokens = self.tokens % block_length
         self._open = functools.lru_cache(MAPPED)(self._map)
@@ -273,4 +311,6 @@ class ShardedText(Dataset[dict[str, Tensor]]):
         """Tokens and document starts of the shard of that number, among those that have some."""
         tokens = np.memmap(self._file(shard, "tokens"), np.dtype(self.index["dtype"]).newbyteorder("<"), mode="r")
         starts = np.memmap(self._file(shard, "starts"), STARTS, mode="r")
+        if starts[0] != 0 or starts[-1] >= len(tokens):
+            raise ValueError(f"data: {self._file(shard, 'starts')} is damaged: its ends are not those of its text")
         return tokens.view(np.ndarray), starts.view(np.ndarray)  # slices of a memmap object are slow to make

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -42,7 +42,10 @@ from metaplastic.tasks.shards import (
     TOKENIZER,
     VERSION,
     check_content,
+    check_tokenizer,
+    counts,
     file_of,
+    read_index,
     read_json,
     tokenizer_fingerprint,
 )
@@ -68,8 +71,8 @@ def write_shards(
                    nothing, so the command may go on with another number
     report         is called with the documents and tokens written so far
 
-    Raises ValueError for a folder with other files, or with shards of another source or other settings; for one in
-    which another process writes; for a source without text.
+    Raises ValueError for a folder with other files, or with shards of another source or other settings, or that are
+    damaged (before there is one, it begins anew); where another process writes in it; for a source without text.
     """
     if not 0 <= held_out < 1:
         raise ValueError(f"held_out: got {held_out!r}, expected a share of at least 0 and below 1")
@@ -94,12 +97,6 @@ def write_shards(
         _write_json(output / INDEX, index)
         (output / PROGRESS).unlink()
     return index
-
-
-def counts(index: dict[str, Any]) -> dict[str, dict[str, int]]:
-    """Of each split, the number of documents and tokens."""
-    kinds = ("documents", "tokens")
-    return {split: {kind: sum(shard[split][kind] for shard in index["shards"]) for kind in kinds} for split in SPLITS}
 
 
 @contextlib.contextmanager
@@ -139,26 +136,33 @@ def _begin(
     tokenizer.save_pretrained(output / STAGING / TOKENIZER)
     tokenizer = load_tokenizer(output / STAGING / TOKENIZER)  # what training will read is what makes the tokens
     wanted = {"tokenizer": {"sha256": tokenizer_fingerprint(tokenizer)}, "origin": origin, "settings": settings}
-    if found is None:
-        index = {"format": FORMAT, "version": VERSION, **wanted}
-        index |= {"dtype": token_dtype(tokenizer).name, "vocabulary": vocabulary_size(tokenizer), "shards": []}
-        shutil.rmtree(output / TOKENIZER, ignore_errors=True)
-        os.replace(output / STAGING / TOKENIZER, output / TOKENIZER)
-        _write_json(output / PROGRESS, index | {"place": {"source": None, "skip": 0}})
-        return index, {"source": None, "skip": 0}
-    index = read_json(found)
-    place = index.pop("place", None)
-    wanted = json.loads(json.dumps(wanted))
-    for old, new, what in (
-        *((index[name], wanted[name], name) for name in ("origin", "settings")),
-        (index["tokenizer"], wanted["tokenizer"], "tokenizer"),
-    ):
-        if different := sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key)):
-            changes = ", ".join(f"{key} was {old.get(key)!r} and is {new.get(key)!r}" for key in different)
-            changes = changes if what != "tokenizer" else f"tokenizer: {changes}"
+    if found is not None:
+        index = read_index(output) if found.name == INDEX else read_json(found)
+        place = index.pop("place", None)
+        changes = _changes(index, json.loads(json.dumps(wanted)))
+        if not changes:
+            check_tokenizer(output, index)
+            check_content(output, index)
+            return index, place
+        if index["shards"]:
             raise ValueError(f"output: {output} holds other shards ({changes}): choose another output, or delete it")
-    check_content(output, index)
-    return index, place
+        for split, part in product(SPLITS, ("tokens", "starts")):  # nothing is entered, so nothing is lost
+            file_of(output, 0, split, part).unlink(missing_ok=True)
+        found.unlink()
+    index = {"format": FORMAT, "version": VERSION, **wanted}
+    index |= {"dtype": token_dtype(tokenizer).name, "vocabulary": vocabulary_size(tokenizer), "shards": []}
+    shutil.rmtree(output / TOKENIZER, ignore_errors=True)
+    os.replace(output / STAGING / TOKENIZER, output / TOKENIZER)
+    _write_json(output / PROGRESS, index | {"place": {"source": None, "skip": 0}})
+    return index, {"source": None, "skip": 0}
+
+
+def _changes(index: dict[str, Any], wanted: dict[str, Any]) -> str:
+    """In words, what of `wanted` is otherwise in the index; "": nothing."""
+    kinds = (("tokenizer", "tokenizer: "), ("origin", ""), ("settings", ""))
+    keys = [(kind, said, key) for kind, said in kinds for key in sorted({*index[kind], *wanted[kind]})]
+    pairs = [(f"{said}{key}", index[kind].get(key), wanted[kind].get(key)) for kind, said, key in keys]
+    return ", ".join(f"{what} was {old!r} and is {new!r}" for what, old, new in pairs if old != new)
 
 
 def _may_be_ours(file: Path) -> bool:

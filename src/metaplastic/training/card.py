@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from huggingface_hub import ModelCard, ModelCardData
-from transformers import SchedulerType
 from transformers.training_args import OptimizerNames
 
 from .. import results
@@ -15,6 +14,7 @@ from ..models import MetaplasticForCausalLM
 from .checkpoint import CARD
 from .config import TrainConfig
 from .data import Data
+from .schedule import in_words
 from .trainer import MetaplasticTrainer
 
 _TEXT = """\
@@ -110,8 +110,7 @@ def _heads(size: dict[str, Any]) -> str:
 
 def _of_the_training(trainer: MetaplasticTrainer, config: TrainConfig, data: Data) -> dict[str, object]:
     args, state = trainer.args, trainer.state
-    schedule = SchedulerType(args.lr_scheduler_type).value
-    rows = trainer._train_batch_size * args.gradient_accumulation_steps * args.world_size
+    clipping = f"clipped at {args.max_grad_norm:g}" if args.max_grad_norm else "not clipped"
     versions = results.environment()["versions"]
     begun = f"the model {Path(config.model).resolve().name}" if config.model else "random weights"
     if config.plasticity is not None:
@@ -121,12 +120,12 @@ def _of_the_training(trainer: MetaplasticTrainer, config: TrainConfig, data: Dat
         "data": data.description,
         f"SHA-256 of {'its first documents' if config.dataset else 'the text'}": f"`{data.fingerprint}`",
         "so far": f"step {state.global_step:,} of {state.max_steps:,}, {state.num_input_tokens_seen:,} tokens",
-        "batch": f"{rows} rows of {config.block_length} tokens",
+        "batch": f"{config.batch_size * config.accumulation} rows of {config.block_length} tokens",
         "optimiser": (
             f"{OptimizerNames(args.optim).value}, betas {args.adam_beta1:g} and {args.adam_beta2:g}, "
-            f"weight decay {args.weight_decay:g}, gradients clipped at {args.max_grad_norm:g}"
+            f"weight decay {args.weight_decay:g}, gradients {clipping}"
         ),
-        "learning rate": (f"{args.learning_rate:g}, {args.warmup_steps:g} steps of warm-up, then {schedule}"),
+        "learning rate": in_words(config),
         "seed": args.seed,
         "precision": f"weights in float32, products in {'bfloat16' if args.bf16 else 'float32'}",
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),

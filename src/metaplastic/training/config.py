@@ -5,13 +5,25 @@ import math
 import os
 from typing import Any
 
+from ..models.checkpointing import KINDS as CHECKPOINTING
+from ..models.loss import FORMS as LOSSES
+
 _OF_THE_MODEL = ("mixer", "hidden_size", "layers", "heads", "key_size", "value_size", "groups", "intermediate_size")
 _OF_FILES = ("files", "separator", "held_out", "max_bytes")
 _OF_A_DATASET = (
     "dataset_config", "dataset_revision", "split", "text_column", "eval_split", "held_out_documents", "shuffle_window",
 )  # fmt: skip
 _NOT_OF_SHARDS = ("dataset", *_OF_FILES, *_OF_A_DATASET, "tokenizer")
-_OF_NO_CONSEQUENCE = ("report_to", "eval_every", "save_every")
+_OF_NO_CONSEQUENCE = (
+    "report_to", "eval_every", "save_every", "parallel", "context_parallel", "asynchronous_saves", "checkpointing",
+    "peak_flops",
+)  # fmt: skip
+PARALLEL = ("ddp", "fsdp2")
+_CHOICES = {
+    "schedule": ("cosine", "constant", "wsd", "linear"),
+    "loss": LOSSES,
+    "checkpointing": CHECKPOINTING,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,10 +43,19 @@ class TrainConfig:
     one name for all layers, or several with commas, which take turns up the layers. ``groups``: of heads that share
     keys, for the mixers that have them. ``intermediate_size`` 0 leaves the MLP out.
 
-    Optimisation: AdamW, ``warmup`` steps, then cosine to zero at ``steps``.
+    Optimisation: AdamW, gradients clipped to the norm ``max_grad_norm`` (0: not at all), ``warmup`` steps, then
+    ``schedule`` down to ``minimum_rate`` of ``learning_rate`` at ``steps``; ``cooldown``: how many of them "wsd" takes
+    (:mod:`metaplastic.training.schedule`). ``loss``: "fused" with the output layer, "plain" over its logits, or "auto"
+    (:mod:`metaplastic.models.loss`).
 
     What decides nothing, so that a run may go on with others: ``eval_every`` and ``save_every``, in steps, 0 for never
-    (a run is always evaluated and saved at its end), and ``report_to``, trackers of the Hugging Face Trainer.
+    (a run is always evaluated and saved at its end), and ``report_to``, trackers of the Hugging Face Trainer. Also how
+    it is computed, up to rounding: of several processes (torchrun) ``parallel`` says what they share, "ddp" (None) or
+    "fsdp2", and ``context_parallel`` how many of them cut a row between them. ``batch_size`` times ``accumulation``
+    rows make a step, whatever their number. ``asynchronous_saves``: checkpoints are written while the training goes
+    on; None: on accelerators. ``checkpointing``: which activations are computed again
+    (:mod:`metaplastic.models.checkpointing`). ``peak_flops`` of a device, of which the MFU is a share (None: that of
+    its bf16 products, if known).
     """
 
     files: tuple[str, ...] = ()
@@ -67,13 +88,23 @@ class TrainConfig:
     steps: int = 300
     learning_rate: float = 3e-3
     warmup: int = 20
+    schedule: str = "cosine"
+    minimum_rate: float = 0.0
+    cooldown: int | None = None
     weight_decay: float = 0.1
+    max_grad_norm: float = 1.0
+    loss: str = "auto"
+    checkpointing: str = "none"
     eval_every: int = 100
     save_every: int = 100
     seed: int = 0
     bf16: bool = False
     compile: bool = False
     report_to: tuple[str, ...] = ()
+    parallel: str | None = None
+    context_parallel: int = 1
+    asynchronous_saves: bool | None = None
+    peak_flops: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("files", "report_to"):
@@ -84,17 +115,25 @@ class TrainConfig:
             raise ValueError(f"mixer must be a name, or several with commas between, got {self.mixer!r}")
         for name in (
             "hidden_size", "layers", "heads", "block_length", "batch_size", "accumulation", "steps",
-            "held_out_documents", "shuffle_window",
+            "held_out_documents", "shuffle_window", "context_parallel",
         ):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
-        for name in ("warmup", "weight_decay", "eval_every", "save_every", "intermediate_size"):
+        for name in ("warmup", "weight_decay", "max_grad_norm", "eval_every", "save_every", "intermediate_size"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be >= 0 and finite, got {getattr(self, name)}")
+        if self.parallel not in (None, *PARALLEL):
+            raise ValueError(f"parallel must be one of {', '.join(map(repr, PARALLEL))} or None, got {self.parallel!r}")
         if not 0 < self.learning_rate < math.inf:
             raise ValueError(f"learning_rate must be > 0 and finite, got {self.learning_rate}")
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed must be >= 0 and < 2**32, got {self.seed}")
+        for name, known in _CHOICES.items():
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
+        self._check_schedule()
+        if self.peak_flops is not None and not 0 < self.peak_flops < math.inf:
+            raise ValueError(f"peak_flops must be > 0 and finite, got {self.peak_flops}")
         if self.data is not None:
             object.__setattr__(self, "data", str(self.data))
             self._leave_out(_NOT_OF_SHARDS, "does not go with data, which is given")
@@ -110,6 +149,19 @@ class TrainConfig:
             self._leave_out(_OF_THE_MODEL, "is given by the saved model")
         elif self.plasticity is not None:
             raise ValueError(f"plasticity is for model, which is not given, got {self.plasticity}")
+
+    def _check_schedule(self) -> None:
+        if not 0 <= self.minimum_rate < 1:
+            raise ValueError(f"minimum_rate must be >= 0 and < 1, a share of learning_rate, got {self.minimum_rate}")
+        if self.minimum_rate and self.schedule == "constant":
+            raise ValueError(f"minimum_rate is for a schedule that falls, got {self.minimum_rate} with 'constant'")
+        if self.cooldown is None:
+            return
+        if self.schedule != "wsd":
+            raise ValueError(f"cooldown is for schedule 'wsd', got {self.cooldown} with {self.schedule!r}")
+        if not 1 <= self.cooldown <= self.steps - self.warmup:
+            after = f"{self.steps - self.warmup}, the steps after the warm-up"
+            raise ValueError(f"cooldown must be >= 1 and <= {after}, got {self.cooldown}")
 
     def decisions(self) -> dict[str, Any]:
         """All that makes this run another one than that."""

@@ -12,7 +12,7 @@ logger = logging.getLogger("metaplastic")
 
 def _shown(logs: dict[str, float]) -> dict[str, str]:
     """What a person watching a run wants of a log entry."""
-    forms = {"loss": ".4f", "eval_loss": ".4f", "tokens_per_second": ",.0f"}
+    forms = {"loss": ".4f", "eval_loss": ".4f", "tokens_per_second": ",.0f", "mfu": ".1%"}
     return {name.replace("_per_second", "/s"): f"{logs[name]:{form}}" for name, form in forms.items() if name in logs}
 
 

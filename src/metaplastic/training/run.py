@@ -8,10 +8,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase, set_seed
 
 from .. import results
 from ..models import MetaplasticConfig, MetaplasticForCausalLM, metaplastic_form
+from ..models.checkpointing import checkpoint_activations
+from ..models.loss import backend
 from ..models.size import layer_mixers, mixer_options
 from ..tasks import shards, stream, text
 from .card import write_card
@@ -19,9 +22,13 @@ from .checkpoint import check_seal, last_checkpoint, step_of
 from .config import TrainConfig
 from .data import Data, announce, load_data
 from .divergence import Divergence
+from .flops import least_seconds
 from .folder import DATA, MODEL, RESULTS, TRACKED, alone, claim, finished, holds_this_run, identity, read_run
 from .interrupt import Interruption
+from .memory import rows_to_watch
+from .parallel import first_comes_first, is_first, sharding, share
 from .saved import find_model, hash_of_model, load_model, load_tokenizer, read_config, save_final
+from .schedule import scheduler_arguments
 from .trackers import check_trackers, put_tensorboard
 from .trainer import MetaplasticTrainer, training_arguments
 
@@ -37,7 +44,9 @@ def train(config: TrainConfig, output: str | os.PathLike, *, overwrite: bool = F
     """
     output = Path(output)
     # Everything that can be wrong with the input is found before the folder is claimed or anything computed.
-    holds_this_run(config, output, overwrite)
+    share(config)
+    if is_first():
+        holds_this_run(config, output, overwrite)
     check_trackers(config.report_to)
     if config.model:
         read_config(config.model)
@@ -49,18 +58,23 @@ def train(config: TrainConfig, output: str | os.PathLike, *, overwrite: bool = F
     hashes = {DATA: data.fingerprint} | ({MODEL: hash_of_model(find_model(config.model))} if config.model else {})
     set_seed(config.seed)
     model = _model(config, tokenizer)
+    model.loss_form = config.loss
+    checkpoint_activations(model, config.checkpointing)
+    _fused_by(config, model)
     with alone(output):
-        if same := holds_this_run(config, output, overwrite):
-            found, since = read_run(output) or {}, f"since {output} was started: choose another output, or overwrite"
-            if found.get(DATA) != data.fingerprint:
-                raise ValueError(f"{data.changed()} {since}")
-            if found.get(MODEL, hashes.get(MODEL)) != hashes.get(MODEL):
-                raise ValueError(f"model: {config.model} has changed {since}")
-            if result := finished(output):
-                logger.warning("%s holds this run, finished: nothing to do", output)
-                return result
-        if not same:
-            claim(config, output, hashes)
+        with first_comes_first():
+            if same := holds_this_run(config, output, overwrite and is_first()):
+                since = f"since {output} was started: choose another output, or overwrite"
+                found = read_run(output) or {}
+                if found.get(DATA) != data.fingerprint:
+                    raise ValueError(f"{data.changed()} {since}")
+                if found.get(MODEL, hashes.get(MODEL)) != hashes.get(MODEL):
+                    raise ValueError(f"model: {config.model} has changed {since}")
+                if result := finished(output):
+                    logger.warning("%s holds this run, finished: nothing to do", output)
+                    return result
+            if not same:
+                claim(config, output, hashes)
         announce(config, data)
         return _fit(config, output, data, model, tokenizer)
 
@@ -80,8 +94,15 @@ def _fit(
         data_collator=text.collate_packed,
         processing_class=tokenizer,
         callbacks=[interruption, Divergence()],
+        context=config.context_parallel,
+        asynchronous=config.asynchronous_saves,
     )
     trainer.beside, trainer.run = lambda folder: write_card(folder, trainer, config, data), run
+    if config.context_parallel == 1 and config.parallel != "fsdp2":  # a process must have whole rows and weights
+        trainer.watched = rows_to_watch(data.held_out, config.block_length)
+    if config.bf16 or config.peak_flops is not None:  # a device's peak is known for bf16 alone
+        options = (model.config, config.block_length, trainer.args.device, config.peak_flops)
+        trainer.least_seconds = least_seconds(*options)
     first = step_of(checkpoint) if checkpoint else 0
     if checkpoint:
         logger.warning("resuming from %s", checkpoint)
@@ -107,26 +128,30 @@ def _fit(
         "parameters": sum(p.numel() for p in model.parameters()),
         "seconds_this_call": round(seconds, 2),
         "steps_this_call": trainer.state.global_step - first,
+        "loss_fused_by": _fused_by(config, model),
         "dropped_tokens": left_out + data.held_out.dropped_tokens,
         "history": trainer.state.log_history,
     }
     settings = dataclasses.asdict(config) | {"learning_rates_tried": [config.learning_rate]}
     result = results.record("train", measured, seeds=[config.seed], settings=settings)
-    results.write_json(output / RESULTS, result)
+    if is_first():
+        results.write_json(output / RESULTS, result)
     return result
 
 
 def _arguments(config: TrainConfig, output: Path):
+    own = share(config)
     return training_arguments(
         output,
         max_steps=config.steps,
-        per_device_train_batch_size=config.batch_size,
-        per_device_eval_batch_size=config.batch_size,
-        gradient_accumulation_steps=config.accumulation,
+        per_device_train_batch_size=own.rows,
+        per_device_eval_batch_size=own.rows,
+        gradient_accumulation_steps=own.accumulation,
+        **sharding(config),
         learning_rate=config.learning_rate,
         weight_decay=config.weight_decay,
-        warmup_steps=config.warmup,
-        lr_scheduler_type="cosine",
+        max_grad_norm=config.max_grad_norm,
+        **scheduler_arguments(config),
         eval_strategy="steps" if config.eval_every else "no",
         eval_steps=config.eval_every or None,
         save_strategy="steps" if config.save_every else "no",
@@ -139,6 +164,13 @@ def _arguments(config: TrainConfig, output: Path):
         report_to=list(config.report_to),
         disable_tqdm=not sys.stderr.isatty() and "METAPLASTIC_PROGRESS" not in os.environ,
     )
+
+
+def _fused_by(config: TrainConfig, model: MetaplasticForCausalLM) -> str | None:
+    """What fuses the loss with the output layer, here; raises ValueError where it was asked for and nothing can."""
+    accelerator = torch.accelerator.current_accelerator()
+    device = "cpu" if accelerator is None else accelerator.type
+    return backend(config.loss, model.lm_head, device, torch.bfloat16 if config.bf16 else model.dtype)
 
 
 def _model(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> MetaplasticForCausalLM:

@@ -1,10 +1,14 @@
 """The Hugging Face Trainer, mended.
 
 * Parameters that mixers list in ``no_weight_decay`` (A_log, dt_bias, D, b_scale, prior_log) get no weight decay.
-* A checkpoint is written to a staging folder and renamed when complete: a killed process leaves a whole one or none.
+* A checkpoint is written to a staging folder and renamed when complete (``saving.py``), on any number of processes that
+  share the rows of a step (``parallel.py``): a killed process leaves a whole one or none.
 * A run resumed from a checkpoint logs and computes what the undisturbed one does, and stops where that stops.
 * ``evaluate`` averages over tokens, so that the loss does not depend on the batch size or the last, smaller batch.
-* Logs carry tokens per second, and the progress bar shows them beside the loss.
+* Logs carry tokens per second and, where the device's peak is known, the share of it that the model's FLOPs are (MFU);
+  every evaluation what the memory of each layer does (``memory.py``), if there are rows to watch.
+* Nothing waits for the device between logs: counts, losses and offsets are read where a log asks for them, or on the
+  host.
 * A :class:`~metaplastic.tasks.PackedStream` to train on goes on with the very next block after a checkpoint: its place
   is in the checkpoint, and no batch is read again to be skipped. Its "epoch" in logs is the number of passes completed.
 """
@@ -13,23 +17,23 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from torch.utils.data import Dataset
+from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from ..tasks.stream import PackedStream
-from .checkpoint import STAGING, checkpoints, clear_staging, flush, remove, saving, seal
+from .checkpoint import clear_staging
 from .divergence import named_divergence
+from .memory import memory_measures
+from .parallel import NoRows
 from .progress import Bar, Lines
-
-PICKLED_ARGUMENTS = "training_args.bin"  # Hugging Face writes it, nothing of ours reads it: no pickles in our folders
-STREAM = "stream.json"  # in a checkpoint: the place in a stream of text
+from .saving import STREAM, SavingTrainer
 
 
 def training_arguments(output: str | os.PathLike, **overrides: Any) -> TrainingArguments:
@@ -54,19 +58,21 @@ def training_arguments(output: str | os.PathLike, **overrides: Any) -> TrainingA
     return TrainingArguments(**(defaults | overrides))
 
 
-class MetaplasticTrainer(Trainer):
-    """See the module's docstring. Takes the arguments of :class:`transformers.Trainer`.
+class MetaplasticTrainer(SavingTrainer):
+    """See the module's docstring. Takes the arguments of :class:`transformers.Trainer`, and
 
-    ``beside``, if set, is called with every folder that a model is saved to, to write what belongs beside it.
-    ``run``, if set, is what checkpoints are sealed with: which run they are of.
+    ``watched``, if set: held-out rows on which the memory of every layer is measured at every evaluation.
+    ``least_seconds``, if set: what a token takes at a device's peak (:func:`metaplastic.training.flops.least_seconds`).
+    ``asynchronous``, ``beside``, ``run``: :class:`~metaplastic.training.saving.SavingTrainer`.
+    ``context``: :class:`~metaplastic.training.parallel.ParallelTrainer`.
     """
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.beside: Callable[[Path], None] | None = None
-        self.run: str | None = None
-        self._staged = False
+        self.watched: list[Any] = []
+        self.least_seconds: float | None = None
         self._clock: tuple[float, int] | None = None  # time and tokens at the last log
+        self._uncounted = 0  # tokens of this process since the last count of all
         bar = self.pop_callback(ProgressCallback) is not None
         self.pop_callback(PrinterCallback)
         self.add_callback(Bar if bar else Lines)
@@ -84,7 +90,10 @@ class MetaplasticTrainer(Trainer):
         """Adds the speed since the last log (``start_time`` would add Hugging Face's, which counts evaluations)."""
         if "loss" in logs and self._clock is not None:
             now, tokens = time.perf_counter(), int(self.state.num_input_tokens_seen)
-            logs["tokens_per_second"] = round((tokens - self._clock[1]) / max(now - self._clock[0], 1e-9), 1)
+            speed = (tokens - self._clock[1]) / max(now - self._clock[0], 1e-9)
+            logs["tokens_per_second"] = round(speed, 1)
+            if self.least_seconds is not None:
+                logs["mfu"] = round(speed * self.least_seconds / self.args.world_size, 4)
             self._clock = (now, tokens)
         super().log(logs)
 
@@ -92,10 +101,46 @@ class MetaplasticTrainer(Trainer):
         with named_divergence(self.state.global_step + 1, self.args.learning_rate):
             return super().training_step(model, inputs, *args, **kwargs)
 
-    def _get_num_items_in_batch(self, *args, **kwargs) -> Any:
-        """At least one: a step in which nothing is predicted has the loss 0, not 0 / 0."""
-        count = super()._get_num_items_in_batch(*args, **kwargs)
-        return count.clamp(min=1) if isinstance(count, torch.Tensor) else count
+    def _get_dataloader(self, *args, **kwargs) -> Any:
+        """Batches stay on the host until :meth:`_prepare_inputs`."""
+        loader: Any = super()._get_dataloader(*args, **kwargs)
+        loader.device = None
+        return loader
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        """To the device without waiting for it. Offsets stay on the host, where every operator reads them."""
+        moved: Any = send_to_device({k: x for k, x in inputs.items() if k != "cu_seqlens"}, self.args.device, True)
+        return super()._prepare_inputs(moved) | {k: x for k, x in inputs.items() if k == "cu_seqlens"}
+
+    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Any:
+        """Labels are counted where they are; one process hands the number over without waiting."""
+        if self.args.world_size > 1:
+            return super()._get_num_items_in_batch(batch_samples, device)
+        count = super()._get_num_items_in_batch(batch_samples, torch.device("cpu"))
+        return count.to(device, non_blocking=True) if isinstance(count, torch.Tensor) else count
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        """On the host; Hugging Face's asks all processes after every batch, and waits for the device."""
+        if isinstance(inputs, NoRows):
+            return
+        if self.args.include_num_input_tokens_seen == "all" and "input_ids" in inputs:
+            self._uncounted += inputs["input_ids"].numel()
+        else:
+            super()._track_num_input_tokens(inputs)
+
+    def _count_tokens(self) -> None:
+        """Those of all processes, which have to call this together."""
+        count, self._uncounted = self._uncounted, 0
+        if self.args.world_size > 1:
+            whole: Any = self.accelerator.reduce(torch.tensor(count, device=self.args.device))
+            count = int(whole) // self.context
+        self.state.num_input_tokens_seen += count
+
+    def _maybe_log_save_evaluate(self, *args, **kwargs) -> None:
+        now = self.control
+        if now.should_log or now.should_evaluate or now.should_save or now.should_training_stop:
+            self._count_tokens()
+        super()._maybe_log_save_evaluate(*args, **kwargs)
 
     @torch.no_grad()
     def evaluate(
@@ -109,51 +154,37 @@ class MetaplasticTrainer(Trainer):
         training = model.training
         model.eval()
         loader: Any = self.get_eval_dataloader(eval_dataset)
-        if self.args.world_size > 1 and not self.is_fsdp_enabled:  # sharded models must do the same number of batches
-            loader.batch_sampler.even_batches = False  # or some rows are counted twice
         self.callback_handler.eval_dataloader = loader
-        total, count = 0.0, 0
-        for inputs in loader:
-            inputs = self._prepare_inputs(inputs)
-            predicted = int((inputs["labels"][..., 1:] != -100).sum())
-            with named_divergence(self.state.global_step, self.args.learning_rate), self.accelerator.autocast():
-                loss = model(**inputs, num_items_in_batch=1, use_cache=False).loss
-            total, count = total + float(loss), count + predicted
-            self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+        losses: list[torch.Tensor] = []
+        predicted: list[torch.Tensor] = []
+        with self.accelerator.autocast(), named_divergence(self.state.global_step, self.args.learning_rate):
+            for inputs in loader:
+                inputs = self._prepare_inputs(inputs)
+                predicted.append((inputs["labels"][..., 1:] != -100).sum())
+                losses.append(model(**inputs, num_items_in_batch=1, use_cache=False).loss)
+                self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+        seen = {}
+        if self.watched:
+            seen = memory_measures(model, self._prepare_inputs(self.data_collator(self.watched)))
         model.train(training)
+        total, count = _sum(losses), int(_sum(predicted))
         if self.args.world_size > 1:
             totals = self.accelerator.reduce(torch.tensor([total, count], dtype=torch.float64, device=self.args.device))
-            total, count = float(totals[0]), int(totals[1])
+            total, count = float(totals[0]), int(totals[1]) // self.context  # neighbours count a row each
         if count == 0:
             raise ValueError("eval_dataset has no token to predict: all labels are -100, or there are no rows")
         loss = total / count
-        metrics = {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "tokens": count}
+        metrics = {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "tokens": count} | seen
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
         self.log(dict(metrics))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
-    def get_train_dataloader(self) -> DataLoader:
-        """Of a stream: without workers, and without accelerate's loader, which reads a batch ahead."""
-        stream = self.train_dataset
-        if not isinstance(stream, PackedStream):
-            return super().get_train_dataloader()
-        if self.args.dataloader_num_workers:
-            got = f"got dataloader_num_workers = {self.args.dataloader_num_workers}"
-            raise ValueError(f"a PackedStream is read in the process that trains: {got}, expected 0")
-        return DataLoader(
-            stream.share(self._train_batch_size, self.args.process_index, self.args.world_size),  # pyright: ignore
-            batch_size=self._train_batch_size,
-            collate_fn=self.data_collator,
-            pin_memory=self.args.dataloader_pin_memory,
-            generator=torch.Generator(),  # or each start of a loader would draw from the run's own random numbers
-        )
-
     def place(self) -> dict[str, Any] | None:
         """Where a stream stands after the steps done; None for other data."""
         if not isinstance(self.train_dataset, PackedStream):
             return None
-        batches = self.state.global_step * self.args.gradient_accumulation_steps * self.args.world_size
+        batches = self.state.global_step * self.args.gradient_accumulation_steps * self.shares
         return self.train_dataset.state_dict(batches * self._train_batch_size)  # pyright: ignore[reportOperatorIssue]
 
     def _init_training_state(self, *args, **kwargs) -> tuple[int, int]:
@@ -176,84 +207,10 @@ class MetaplasticTrainer(Trainer):
         else:
             super()._run_epoch(*args, **kwargs)
 
-    def _load_from_checkpoint(self, *args, **kwargs) -> None:
-        try:
-            super()._load_from_checkpoint(*args, **kwargs)
-        except RuntimeError as error:
-            if "size mismatch" not in str(error):
-                raise
-            found = " ".join(str(error).split())
-            raise ValueError(f"the checkpoint does not fit the model: {found[:300]}") from error
 
-    def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """A checkpoint that does not fit is an error. A tied weight is saved under one of its names only."""
-        tied = getattr(self.model, "all_tied_weights_keys", {})
-        missing, unexpected = sorted(set(load_result.missing_keys) - set(tied)), sorted(load_result.unexpected_keys)
-        if missing or unexpected:
-            found = f"{len(missing)} weights missing {missing[:3]}, {len(unexpected)} unexpected {unexpected[:3]}"
-            raise ValueError(f"the checkpoint does not fit the model: {found}")
-
-    def _get_output_dir(self, trial) -> str:
-        folder = super()._get_output_dir(trial)
-        return os.path.join(folder, STAGING) if self._staged else folder
-
-    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        super()._save(output_dir, state_dict)
-        if self.args.should_save:
-            folder = Path(output_dir or self.args.output_dir or ".")
-            (folder / PICKLED_ARGUMENTS).unlink(missing_ok=True)
-            if self.beside is not None:
-                self.beside(folder)
-
-    def _save_checkpoint(self, model, trial) -> None:
-        """Hugging Face writes into the staging folder; the rename makes it a checkpoint."""
-        run = Path(super()._get_output_dir(trial))
-        name = f"checkpoint-{self.state.global_step}"
-        with saving(name, run):
-            self._staged = True
-            try:
-                super()._save_checkpoint(model, trial)
-            finally:
-                self._staged = False
-            self.accelerator.wait_for_everyone()
-            if self.args.should_save:
-                self._complete(run / STAGING / name, run)
-        self.accelerator.wait_for_everyone()
-
-    def _complete(self, staged: Path, run: Path) -> None:
-        """What is ours of a checkpoint, and its name."""
-        self._mend_best_checkpoint(staged, run)
-        if (place := self.place()) is not None:
-            (staged / STREAM).write_text(json.dumps(place) + "\n")
-        seal(staged, self.run, self.state.global_step)
-        for file in staged.rglob("*"):
-            flush(file)
-        flush(staged)
-        if (run / staged.name).exists():  # from an earlier attempt at the same step
-            remove(run / staged.name)
-        os.replace(staged, run / staged.name)
-        flush(run)
-        clear_staging(run)
-        self._rotate(run)
-
-    def _mend_best_checkpoint(self, staged: Path, run: Path) -> None:
-        """The best checkpoint's path, if it is the one in the staging folder, must be that after the rename."""
-        if Path(self.state.best_model_checkpoint or "") != staged:
-            return
-        self.state.best_model_checkpoint = str(run / staged.name)
-        file = staged / "trainer_state.json"
-        state = json.loads(file.read_text())
-        state["best_model_checkpoint"] = self.state.best_model_checkpoint
-        file.write_text(json.dumps(state, indent=2, sort_keys=True) + "\n")
-
-    def _rotate(self, run: Path) -> None:
-        """Keeps ``save_total_limit`` checkpoints, the newest and the best among them."""
-        found = checkpoints(run)
-        best = Path(self.state.best_model_checkpoint or "").name
-        spare = [checkpoint for checkpoint in found[:-1] if checkpoint.name != best]
-        surplus = len(found) - (self.args.save_total_limit or len(found))
-        for old in spare[: max(surplus, 0)]:
-            remove(old)
+def _sum(values: list[torch.Tensor]) -> float:
+    """Of numbers on a device, read at once."""
+    return float(torch.stack(values).cpu().double().sum()) if values else 0.0
 
 
 class _Course(TrainerCallback):

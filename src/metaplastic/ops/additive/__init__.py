@@ -31,7 +31,8 @@ def additive(
         initial_state: :class:`AdditiveState` of ``[N, H, V, K]`` in float32 (float64 if q is float64); N is B, or
             the number of packed sequences. None: an empty memory.
         output_variance: also return the variance ``|scale q|^2`` of the unit prior, which no write reduces.
-        cu_seqlens, scale, backend: as in :func:`metaplastic.ops.palimpsa`; backends are "chunked" and "reference".
+        cu_seqlens, scale, backend: as in :func:`metaplastic.ops.palimpsa`; backends are "chunked", "reference" and,
+            only by name, "fla" (flash-linear-attention on a GPU, for 16-bit inputs).
 
     Returns:
         :class:`MemoryRead`: output ``[B, T, H, V]`` in q's dtype, variance or None, the final :class:`AdditiveState`.
@@ -56,6 +57,7 @@ def additive(
         },
     )
     rows = contract.check_packing(op, cu_seqlens, batch)
+    cu_seqlens = contract.on_host(cu_seqlens)
     mean = None
     if initial_state is not None:
         contract.check_state(op, initial_state, AdditiveState, ((rows, heads, value_size, key_size),), q)

@@ -77,6 +77,7 @@ def bayesian(
         shapes["rotation"] = (rotation, (key_size // 2,), "[B, T, H, K / 2]")
     contract.check_tensors(op, q.shape[:3], q.device, shapes)
     rows = contract.check_packing(op, cu_seqlens, batch)
+    cu_seqlens = contract.on_host(cu_seqlens)
     if initial_state is None:
         if prior_variance is None:
             raise ValueError(f"{op}: give prior_variance [H] or initial_state")

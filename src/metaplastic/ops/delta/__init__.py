@@ -34,7 +34,8 @@ def delta(
         initial_state: :class:`DeltaState` of ``[N, H, K, V]`` in float32 (float64 if q is float64); N is B, or the
             number of packed sequences. None: an empty memory.
         output_variance: also return ``|scale q|^2``: the variance under a covariance reset to the identity.
-        cu_seqlens, scale, backend: as in :func:`metaplastic.ops.palimpsa`; backends are "chunked" and "reference".
+        cu_seqlens, scale, backend: as in :func:`metaplastic.ops.palimpsa`; backends are "chunked", "reference" and,
+            only by name, "fla" (flash-linear-attention on a GPU, for 16-bit inputs).
 
     Returns:
         :class:`MemoryRead`: output ``[B, T, H, V]`` in q's dtype, variance ``[B, T, H]`` or None, the final state.
@@ -60,6 +61,7 @@ def delta(
         },
     )
     rows = contract.check_packing(op, cu_seqlens, batch)
+    cu_seqlens = contract.on_host(cu_seqlens)
     mean = None
     if initial_state is not None:
         contract.check_state(op, initial_state, DeltaState, ((rows, heads, key_size, value_size),), q)

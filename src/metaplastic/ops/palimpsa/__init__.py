@@ -36,7 +36,8 @@ def palimpsa(
             N is B, or the number of packed sequences. None: the prior belief.
         output_variance: also return the posterior variance of the read-out.
         cu_seqlens: int32 or int64 ``[N + 1]`` offsets of sequences packed along T (then B = 1); starts at 0, never
-            decreases, ends at T or earlier. Tokens beyond its end give zero output and gradient.
+            decreases, ends at T or earlier. Tokens beyond its end give zero output and gradient. Best on the CPU,
+            whatever the device of q: given on a device it is read back once a call, for which the host waits.
         scale: multiplies q.
         backend: "auto", "cpu" (fused, Numba), "cuda" (NVIDIA GPUs), "triton" (any GPU that Triton compiles for),
             "chunked" (any device) or "reference" (token by token).
@@ -67,6 +68,7 @@ def palimpsa(
     )
     contract.check_tensors(op, q.shape[2:3], q.device, {"prior": (prior, (), "[H]")})
     rows = contract.check_packing(op, cu_seqlens, batch)
+    cu_seqlens = contract.on_host(cu_seqlens)
     information = excess_precision = None
     if initial_state is not None:
         shape = (rows, heads, value_size, key_size)
@@ -74,7 +76,7 @@ def palimpsa(
         information, excess_precision = initial_state
     if backend != "reference":
         contract.refuse_forward_mode(op, q, k, w, beta, g, prior, information, excess_precision)
-    run = dispatch.resolve(op, backend, q.device.type, q.dtype)
+    run = dispatch.resolve(op, backend, q.device.type, q.dtype, (key_size, value_size))
     output, variance, information, excess_precision = run(
         q, k, w, beta, g, prior, information, excess_precision, cu_seqlens, float(scale), bool(output_variance)
     )

@@ -55,6 +55,9 @@ class Kernel:
     def __init__(self, code: bytes, name: str, device: int):
         driver = _bindings("driver")
         self.name, self.device, self._driver = name, device, driver
+        # A thread that has not used the device yet has no context, and what follows needs one.
+        self._context = _check(driver.cuDevicePrimaryCtxRetain(driver.CUdevice(device)))
+        _check(driver.cuCtxSetCurrent(self._context))
         self._library = _check(driver.cuLibraryLoadData(code, [], [], 0, [], [], 0))
         kernel = _check(driver.cuLibraryGetKernel(self._library, name.encode()))
         address, size = _check(driver.cuLibraryGetGlobal(self._library, b"launch_shape"))
@@ -79,7 +82,12 @@ class Kernel:
         values, pointers = pack(arguments)
         stream = torch.cuda.current_stream(self.device).cuda_stream
         shape = (blocks, 1, 1, self.threads, 1, 1, self.shared_bytes)
-        _check(self._driver.cuLaunchKernel(self._function, *shape, stream, ctypes.addressof(pointers), 0))
+        launch = (self._function, *shape, stream, ctypes.addressof(pointers), 0)
+        status = self._driver.cuLaunchKernel(*launch)
+        if status[0].name == "CUDA_ERROR_INVALID_CONTEXT":  # such a thread, of autograd for one
+            _check(self._driver.cuCtxSetCurrent(self._context))
+            status = self._driver.cuLaunchKernel(*launch)
+        _check(status)
 
 
 def pack(arguments: tuple) -> tuple[list, ctypes.Array]:

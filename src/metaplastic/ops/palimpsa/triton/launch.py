@@ -65,7 +65,7 @@ def _sequences(cuts: tuple[int, ...], group: int, device: torch.device) -> tuple
         span = group * max(1, round(math.sqrt((end - start) / group)))
         table.append((start, end - start, span, slot))
         slot += -(-(end - start) // span) + -(-min(span, end - start) // group)
-    return torch.tensor(table, dtype=torch.int64).reshape(-1, 4).to(device), slot
+    return torch.tensor(table, dtype=torch.int64).reshape(-1, 4).to(device, non_blocking=True), slot
 
 
 def _cuts(q: Tensor, offsets: Tensor | None) -> tuple[int, ...]:

@@ -1,0 +1,62 @@
+"""``metaplastic recipes`` and ``metaplastic plan``: which runs there are, and what one needs of every GPU."""
+
+from typing import Annotated
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from .terminal import console, print_table, quiet_transformers
+
+
+def recipes() -> None:
+    """The runs that have a name: `metaplastic train --recipe NAME --data SHARDS`."""
+    quiet_transformers()
+    from .recipes import language
+
+    table = Table(title="Recipes", title_justify="left", box=SIMPLE_HEAD, padding=0)
+    for column in language.COLUMNS:
+        table.add_column(column, no_wrap=True, justify="left" if column == "recipe" else "right")
+    with console.status("counting"):
+        for row in language.rows():
+            table.add_row(*row)
+    console.print(table)
+    console.print("state: of a sequence in bf16. FLOPs: of a token, forward and backward. metaplastic train --recipe:")
+    console.print("  NAME: as above, from scratch")
+    from_ablation, long = ", ".join(language.ABLATIONS), f"{language.LONG_BLOCK:,}"
+    console.print(f"  NAME-{language.FROM_ABLATION} of {from_ablation}: a saved ablation into its metaplastic form")
+    console.print(f"  NAME-{language.LONG} of any but debug: a saved model on rows of {long} tokens")
+
+
+def plan(
+    recipe: Annotated[str, typer.Option(help="`metaplastic recipes` lists them.")],
+    gpus: int = 8,
+    tokens_per_step: Annotated[int | None, typer.Option(help="None: the recipe's.")] = None,
+    block_length: Annotated[int | None, typer.Option(help="Tokens of a row. None: the recipe's.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Rows at once, at most. None: the recipe's.")] = None,
+    parallel: Annotated[str, typer.Option(help="ddp or fsdp2.")] = "ddp",
+    context_parallel: Annotated[int, typer.Option(help="GPUs that share a row.")] = 1,
+    checkpointing: Annotated[str | None, typer.Option(help="none, full or selective. None: the recipe's.")] = None,
+    loss: Annotated[str, typer.Option(help="plain or fused.")] = "plain",
+    memory: Annotated[float, typer.Option(help="GB of a GPU.")] = 80,
+    peak: Annotated[float, typer.Option(help="Dense bf16 TFLOP/s of a GPU.")] = 989,
+    efficiency: Annotated[float, typer.Option(help="Assumed share of the peak.")] = 0.4,
+    node: Annotated[int, typer.Option(help="GPUs of a machine.")] = 8,
+    inside: Annotated[float, typer.Option(help="GB/s from a GPU to others of its machine.")] = 450,
+    between: Annotated[float, typer.Option(help="GB/s from a GPU to other machines.")] = 50,
+) -> None:
+    """What a run of a recipe needs of every GPU: memory, communication, time."""
+    quiet_transformers()
+    from .evaluation.plan import Cluster, Step, plan_rows
+    from .recipes.language import find
+
+    found = find(recipe)
+    length = block_length or found.settings["block_length"]
+    rows, left = divmod(tokens_per_step or found.scale.tokens_per_step, length)
+    if left or not rows:
+        raise ValueError(f"tokens_per_step: expected a multiple of rows of {length:,} tokens, got {left:,} beyond one")
+    cluster = Cluster(gpus, node, inside * 1e9, between * 1e9, memory * 1e9, peak * 1e12, efficiency)
+    at_once = batch_size or found.settings["batch_size"]
+    again = checkpointing or found.settings.get("checkpointing", "none")
+    step = Step(rows, length, at_once, parallel, context_parallel, again, loss)
+    print_table(f"{recipe} on {gpus:,} GPUs", *plan_rows(found.network(), cluster, step))

@@ -1,0 +1,206 @@
+"""``metaplastic plan``: what a run needs of every GPU before any is rented: memory, communication, and both in seconds.
+
+N processes, C of which share a row (context parallelism), so D = N / C take rows. P: parameters, 4 bytes each.
+
+    ddp        every GPU: weights, gradients, averages of AdamW (16 P), buckets that gradients travel in (4 P)
+               2 (N - 1) / N of 4 P a step                                              all-reduce of the gradients
+    fsdp2      every GPU: 16 P / N; the weights and gradients of two blocks, the embeddings, whole while they are used
+               2 (N - 1) / N of 4 P each time rows are taken                            all-gather, forward and backward
+               (N - 1) / N of 4 P a step                                                reduce-scatter of the gradients
+    context    a layer and row: (C - 1) H (1 + 2 V K) floats forward, (C - 1) H 2 V K backward: (decay, M, J) of every
+               shard to every shard. The additive rule: M alone. What is not affine in its state hands it on: H V K
+               floats (the filter: H K^2 more) from process to process, each way. And the convolution's last inputs.
+
+Weights travel in float32: accelerate's bf16 copies would cost decays and priors their precision. Bytes are those that
+leave a GPU. Times are at the bandwidths given and at a share of the peak that is assumed, and say so. What overlaps
+hides: the longest of compute and communication is a floor, their sum a ceiling.
+"""
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from ..models import MetaplasticConfig, MetaplasticForCausalLM, size
+from ..models.checkpointing import KINDS as CHECKPOINTING
+from ..training.flops import PEAKS, model_flops, seen_in_a_row
+from . import memory
+
+PARALLEL, LOSSES = ("ddp", "fsdp2"), ("plain", "fused")
+AFFINE = ("palimpsa", "additive")
+STATES = "states (context)"
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """What the run has: GPUs, bytes per second that leave each of them, and what each computes."""
+
+    gpus: int
+    node: int = 8  # GPUs of one machine
+    inside: float = 450e9  # bytes per second to others of the machine (NVLink)
+    between: float = 50e9  # to other machines (a network card of 400 Gb/s for each)
+    memory: float = 80e9
+    peak: float = PEAKS["H100"]
+    efficiency: float = 0.4  # assumed, of the peak
+
+    def __post_init__(self) -> None:
+        for name in ("gpus", "node", "inside", "between", "memory", "peak", "efficiency"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")
+
+    def rate(self, neighbours: int) -> float:
+        """Bytes per second among so many neighbours: a ring of more than one machine has the speed of the network."""
+        return self.inside if neighbours <= self.node else self.between
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """What a step is: rows in all, their length, how many a GPU takes at once, and how they are shared."""
+
+    rows: int
+    length: int
+    batch_size: int
+    parallel: str = "ddp"
+    context_parallel: int = 1
+    checkpointing: str = "none"
+    loss: str = "plain"
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "length", "batch_size", "context_parallel"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
+        for name, known in (("parallel", PARALLEL), ("checkpointing", CHECKPOINTING), ("loss", LOSSES)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Of one GPU: bytes by what they are for, and what it sends and computes in a step."""
+
+    at_once: int  # rows that a GPU takes at once
+    accumulation: int  # and how often in a step
+    memory: dict[str, float]
+    sent: dict[str, float]
+    seconds: dict[str, float]  # the same, at the bandwidths given
+    flops: float  # what is recomputed too
+
+    @property
+    def resident(self) -> float:
+        return sum(self.memory.values())
+
+
+def plan(config: MetaplasticConfig, cluster: Cluster, step: Step) -> Plan:
+    """Raises ValueError where the rows of a step cannot be shared evenly, or a layer cannot be cut."""
+    shares, left = divmod(cluster.gpus, step.context_parallel)
+    if left:
+        raise ValueError(f"context_parallel: got {step.context_parallel} of {cluster.gpus} GPUs, expected a divisor")
+    if step.rows % shares:
+        few = f"{step.rows} rows of {step.length:,} tokens a step for {shares} shares of them"
+        raise ValueError(
+            f"rows: got {few}, expected a multiple: share rows (context_parallel), or give more or shorter ones"
+        )
+    own = step.rows // shares
+    at_once = max(count for count in range(1, step.batch_size + 1) if own % count == 0)
+    with torch.device("meta"):
+        model: Any = MetaplasticForCausalLM(config)
+    found = size(config)
+    tokens = own * step.length / step.context_parallel
+    again = 4 / 3 if step.checkpointing == "full" else 1
+    flops = again * tokens * model_flops(found, seen_in_a_row(step.length, found.window))
+    accumulation = own // at_once
+    sent = _sent(model, cluster, step, own, accumulation)
+    rates = {name: cluster.rate(step.context_parallel if name == STATES else cluster.gpus) for name in sent}
+    seconds = {name: count / rates[name] for name, count in sent.items()}
+    return Plan(at_once, accumulation, _memory(model, cluster, step, at_once, accumulation), sent, seconds, flops)
+
+
+def _memory(model: Any, cluster: Cluster, step: Step, at_once: int, accumulation: int) -> dict[str, float]:
+    blocks, whole = list(model.model.layers), 4 * sum(p.numel() for p in model.parameters())
+    largest = max(4 * sum(p.numel() for p in block.parameters()) for block in blocks)
+    root = whole - sum(4 * sum(p.numel() for p in block.parameters()) for block in blocks)
+    part = cluster.gpus if step.parallel == "fsdp2" else 1
+    kept: dict[str, float] = {"weights": whole / part, "gradients": whole / part}
+    kept["optimiser"] = memory.optimizer_bytes(model) / part
+    if step.parallel == "fsdp2":
+        kept["gathered weights and gradients"] = 2 * (2 * largest + root)
+        if accumulation > 1:  # they are added up before they are shared
+            kept["gradients, whole"] = whole
+    elif cluster.gpus > 1:
+        kept["buckets of gradients"] = whole
+    tokens, length = at_once * step.length / step.context_parallel, step.length // step.context_parallel
+    each = [memory.block_bytes(block, length) for block in blocks]
+    if step.checkpointing != "none":
+        kept["bf16 copies of weights"] = max(map(memory.weight_copies, blocks)) + memory.weight_copies(model.lm_head)
+        waiting = sum(memory.kept_by_checkpointing(block, step.checkpointing, length) for block in blocks)
+        kept["inputs of blocks" if step.checkpointing == "full" else "what of blocks is dear"] = tokens * waiting
+        kept["activations of one block"] = tokens * max(each)
+    else:
+        kept["bf16 copies of weights"] = memory.weight_copies(model)
+        kept["activations"] = tokens * sum(each)
+    if step.loss == "plain":
+        kept["output layer and loss"] = tokens * (memory.head_bytes(model) + memory.logits_bytes(model))
+    if step.context_parallel > 1:
+        kept["entry states"] = at_once * sum(4 * memory.state_elements(block.mixer) for block in blocks)
+    return kept
+
+
+def _sent(model: Any, cluster: Cluster, step: Step, own: int, accumulation: int) -> dict[str, float]:
+    whole = 4 * sum(p.numel() for p in model.parameters())
+    share, sent = (cluster.gpus - 1) / cluster.gpus, dict[str, float]()
+    if step.parallel == "ddp":
+        sent["gradients (all-reduce)"] = 2 * share * whole
+    else:
+        sent["weights (all-gather)"] = 2 * share * whole * accumulation
+        sent["gradients (reduce-scatter)"] = share * whole
+    if step.context_parallel > 1:
+        sent[STATES] = own * sum(context_bytes(block.mixer, step.context_parallel) for block in model.model.layers)
+    return sent
+
+
+def context_bytes(mixer: Any, context: int) -> int:
+    """What one of ``context`` neighbours sends of a row in a layer, forward and backward."""
+    if mixer.growing_state:
+        raise ValueError(f"context_parallel: a {type(mixer).__name__} cannot be cut, expected memories of fixed size")
+    state = memory.state_elements(mixer)
+    if mixer.operator in AFFINE:
+        sent = (context - 1) * (mixer.num_heads + state + state)
+    else:
+        sent = 2 * state
+    if mixer.conv is not None:
+        sent += 2 * (mixer.conv.kernel_size - 1) * mixer.conv.channels
+    return 4 * sent
+
+
+def plan_rows(config: MetaplasticConfig, cluster: Cluster, step: Step) -> list[tuple[str, str]]:
+    """A plan as names and readable values."""
+    found = plan(config, cluster, step)
+    compute = found.flops / (cluster.peak * cluster.efficiency)
+    rows = [
+        (
+            "GPUs",
+            f"{cluster.gpus:,}: {step.parallel}"
+            + (f", {step.context_parallel} share a row" if step.context_parallel > 1 else ""),
+        ),
+        ("a step", f"{step.rows:,} rows of {step.length:,} = {step.rows * step.length:,} tokens"),
+        ("of a GPU", f"{found.at_once} rows at once, {found.accumulation} in turn; checkpointing {step.checkpointing}"),
+        *((f"  {name}", _bytes(count)) for name, count in found.memory.items()),
+        ("memory of a GPU", f"{_bytes(found.resident)} of {_bytes(cluster.memory)}, beside what kernels need"),
+    ]
+    if found.resident > cluster.memory:
+        rows.append(("  too much", "a smaller batch_size, checkpointing, a fused loss, fsdp2, or context parallelism"))
+    at = f"at {cluster.efficiency:.0%} of {cluster.peak / 1e12:,.0f} TFLOP/s (assumed)"
+    rows.append(("compute of a step", f"{compute * 1e3:,.3g} ms {at}"))
+    for name, count in found.sent.items():
+        rows.append((f"  {name}", f"{_bytes(count)}, {found.seconds[name] * 1e3:,.3g} ms"))
+    talk = sum(found.seconds.values())
+    speeds = f"at {cluster.inside / 1e9:,.4g} GB/s in a machine, {cluster.between / 1e9:,.4g} between"
+    rows.append(("communication", f"{talk * 1e3:,.3g} ms, {talk / compute:.2g} of compute, {speeds}"))
+    rate = [step.rows * step.length / seconds for seconds in (compute + talk, max(compute, talk))]
+    slow, fast = (f"{float(f'{each:.3g}'):,.0f}" for each in rate)
+    rows.append(("tokens per second", f"{slow} (nothing overlaps) to {fast} (everything)"))
+    return rows
+
+
+def _bytes(count: float) -> str:
+    return f"{count / 1e9:,.2f} GB" if count >= 1e7 else f"{count / 1e6:,.3f} MB"

@@ -1,0 +1,308 @@
+"""``metaplastic bench training``: what an optimiser step costs, as ``metaplastic train`` takes it.
+
+The real Trainer takes the steps: master weights in float32, bf16 autocast, clipping, AdamW, nothing logged or saved.
+A step lasts from the end of one to the end of the next, by the device's clock on a GPU; times are medians. Rows come
+from memory; how fast shards give batches is measured beside it, through the same loader.
+
+Layouts: "packed", rows end to end with the borders of documents known, as ``metaplastic train`` has them; "rows", a
+plain batch. The MFU is the rate of the model's FLOPs (training/flops.py; attention by the tokens that it really sees)
+over the device's dense bf16 peak, left out for a device whose peak is not known.
+
+One more step runs under PyTorch's profiler: what copies from device to host, reads a scalar or waits for the device in
+it, and where. A training step should have none of these: the host then runs ahead of the device.
+"""
+
+import contextlib
+import copy
+import dataclasses
+import gc
+import itertools
+import re
+import statistics
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils.data import DataLoader, Dataset, default_collate
+from transformers import TrainerCallback
+
+from ..layers import MIXERS
+from ..models import MetaplasticConfig, MetaplasticForCausalLM, size
+from ..models.checkpointing import checkpoint_activations
+from ..ops import dispatch
+from ..tasks import ShardedText, byte_tokenizer, collate_packed, write_shards
+from ..training import MetaplasticTrainer, training_arguments
+from ..training.flops import model_flops, peak_flops
+from .data_speed import StandardLibrary
+
+LAYOUTS = ("packed", "rows")
+WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
+SCALAR, TO_HOST = "aten::_local_scalar_dense", "Memcpy DtoH"
+SECONDS = 1.0  # of the loader
+PROFILED, LOADER = "the profiled step", "loader's speed over the step's"
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """How every model is measured: rows of a step and their tokens, how many steps, and how they are taken."""
+
+    batch: int = 8
+    length: int = 2048
+    repetitions: int = 10
+    bf16: bool = True
+    checkpointing: str = "none"
+    loss: str = "auto"
+
+
+def bench_training(
+    models: Mapping[str, MetaplasticConfig],
+    output: Path,
+    setting: Setting,
+    *,
+    layouts: tuple[str, ...] = LAYOUTS,
+    data: str | None = None,
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every measurement by name, as made: each of ``models`` in each layout, then the loader.
+
+    ``data`` is a folder of shards; None: one is written to ``output``, of the standard library's texts.
+    """
+    for layout in layouts:
+        if layout not in LAYOUTS:
+            raise ValueError(f"layouts: unknown layout {layout!r}; known: {', '.join(LAYOUTS)}")
+    if (count := torch.cuda.device_count()) > 1:  # the Trainer would take them all in one process
+        raise ValueError(f"bench training measures one GPU, and there are {count}: CUDA_VISIBLE_DEVICES=0 leaves one")
+    text = ShardedText(Path(data) if data else _shards(output / "shards"), setting.length, seed=0)
+    read = loading(text, output, setting.batch)
+    for name, config in models.items():
+        for layout in layouts:
+            try:
+                found = bench_step(config, text, output, setting, layout)
+                found[LOADER] = read["tokens per second"] / found["tokens per second"]
+            except torch.OutOfMemoryError:
+                found = {"not run": f"out of memory at {setting.batch} x {setting.length} tokens"}
+            _clear()
+            yield f"{name}, {layout}", found
+    yield f"loader, {setting.batch} x {setting.length}", read
+
+
+def with_peers(models: Mapping[str, MetaplasticConfig]) -> dict[str, MetaplasticConfig]:
+    """Those models, and behind each the same one on flash-linear-attention's kernels, where they can run here."""
+    found: dict[str, MetaplasticConfig] = {}
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for name, config in models.items():
+        found[name] = config
+        operators = {kind.operator for kind in _mixers(config) if kind.operator}
+        if not operators or any("fla" not in dispatch.BACKENDS[op] for op in operators):
+            continue
+        if any(dispatch.reason_against(op, "fla", device, torch.bfloat16) for op in operators):
+            continue
+        if any(dispatch.no_gradients(op, "fla") for op in operators):
+            continue
+        found[f"{name} (fla)"] = peer = copy.deepcopy(config)
+        for options in (peer.mixer_options or {}).values():
+            options["backend"] = "fla"
+    return found
+
+
+def bench_step(
+    config: MetaplasticConfig, text: ShardedText, output: Path, setting: Setting, layout: str
+) -> dict[str, Any]:
+    """Steps of one model: time, memory, the backend that ran, and what makes the host wait."""
+    rows, clock = _Rows(text, config.vocab_size, setting.batch), _Clock(setting.repetitions)
+    torch.manual_seed(0)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = MetaplasticForCausalLM(config)
+    model.loss_form = setting.loss
+    checkpoint_activations(model, setting.checkpointing)
+    trainer = _trainer(model, rows, output, setting.batch, layout, bf16=setting.bf16, steps=setting.repetitions + 4)
+    trainer.add_callback(clock)
+    trainer.train()
+    times, tokens = clock.seconds(), setting.batch * setting.length
+    seconds = statistics.median(times)
+    found: dict[str, Any] = dataclasses.asdict(setting) | {"layout": layout, "backends": clock.backends(config)}
+    found |= {"ms": 1e3 * seconds, "least ms": 1e3 * min(times), "most ms": 1e3 * max(times)}
+    found |= _costs(config, tokens / seconds, rows.seen(layout))
+    if clock.peak is not None:
+        found["peak memory GB"] = clock.peak / 1e9
+    return found | {"waits": clock.waits()}
+
+
+def _clear() -> None:
+    """A model and its optimiser go in a circle of references."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _costs(config: MetaplasticConfig, rate: float, seen: float) -> dict[str, Any]:
+    """Tokens per second and what they are of the device's peak."""
+    found = size(config)
+    flops = model_flops(found, seen)
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    costs: dict[str, Any] = {"parameters": found.parameters, "tokens per second": rate}
+    costs |= {"model FLOPs per token": flops, "model FLOP/s": flops * rate}
+    if (peak := peak_flops(name)) is not None:
+        costs |= {"MFU": flops * rate / peak, "peak FLOP/s": peak}
+    return costs
+
+
+class _Rows(Dataset[dict[str, torch.Tensor]]):
+    """Rows with the document borders of real text and tokens drawn from the whole vocabulary."""
+
+    def __init__(self, text: ShardedText, vocabulary: int, batch: int):
+        source, length = torch.Generator().manual_seed(0), text.block_length
+        self.rows = []
+        for number in range(batch):
+            row = text[number % len(text)]
+            ids = torch.randint(0, vocabulary, (length,), generator=source)
+            self.rows.append(row | {"input_ids": ids, "labels": ids.index_fill(0, row["starts"], -100)})
+
+    def __len__(self) -> int:
+        return 1 << 20  # one pass is longer than any run here
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return self.rows[index % len(self.rows)]
+
+    def seen(self, layout: str) -> float:
+        """How many tokens attention sees from a token on average, itself included."""
+        total = seen = 0
+        for row in self.rows:
+            edges = [*row["starts"].tolist(), len(row["input_ids"])] if layout == "packed" else [0, len(row["labels"])]
+            for first, last in itertools.pairwise(edges):
+                total, seen = total + last - first, seen + (last - first) * (last - first + 1) / 2
+        return seen / total
+
+
+def _plain(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return default_collate([{name: row[name] for name in ("input_ids", "labels")} for row in rows])
+
+
+def _trainer(
+    model: MetaplasticForCausalLM, rows: Dataset, output: Path, batch: int, layout: str, *, bf16: bool, steps: int
+) -> MetaplasticTrainer:
+    arguments = training_arguments(
+        output, max_steps=steps, per_device_train_batch_size=batch, learning_rate=1e-4, bf16=bf16, disable_tqdm=True,
+        logging_strategy="no", save_strategy="no", train_sampling_strategy="sequential",
+    )  # fmt: skip
+    collate = collate_packed if layout == "packed" else _plain
+    return MetaplasticTrainer(model=model, args=arguments, train_dataset=rows, data_collator=collate)
+
+
+class _Clock(TrainerCallback):
+    """Two steps to warm up, those that are timed, one more, and one under the profiler."""
+
+    def __init__(self, repetitions: int):
+        self.repetitions, self.cuda = repetitions, torch.cuda.is_available()
+        self.ends: list[Any] = []
+        self.peak: int | None = None
+        self.events: list[Any] = []
+        self._open = contextlib.ExitStack()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        step = state.global_step
+        if step == 2 and self.cuda:
+            torch.cuda.reset_peak_memory_stats()
+        if 2 <= step <= 2 + self.repetitions:
+            self.ends.append(self._now())
+        if step == 2 + self.repetitions and self.cuda:
+            torch.cuda.synchronize()
+            self.peak = torch.cuda.max_memory_allocated()
+        if step == 3 + self.repetitions:  # the synchronisation above is behind it
+            activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.cuda else [])]
+            self.profile = self._open.enter_context(profile(activities=activities, with_stack=True))
+            self._open.enter_context(record_function(PROFILED))
+        if step == 4 + self.repetitions:
+            self._open.close()
+            self.events = list(self.profile.events() or [])
+
+    def _now(self) -> Any:
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self) -> list[float]:
+        return [a.elapsed_time(b) / 1e3 if self.cuda else b - a for a, b in itertools.pairwise(self.ends)]
+
+    def backends(self, config: MetaplasticConfig) -> list[str]:
+        """Those whose operators the profiled step shows; of those that show none, what has run in this process."""
+        shown = {name.split("::")[1].removesuffix("_backward") for name in self._names() if "metaplastic::" in name}
+        if shown:
+            return sorted(shown)
+        operators = {kind.operator for kind in _mixers(config) if kind.operator}
+        return sorted(f"{op}_{backend}" for op in operators for backend in dispatch.used().get(op, ())) or ["PyTorch's"]
+
+    def _names(self) -> set[str]:
+        return {event.name for event in self.events}
+
+    def waits(self) -> dict[str, Any]:
+        """How often in a step something makes the host wait for the device, and from where."""
+        spans = (e.time_range for e in self.events if e.name == PROFILED and e.device_type == DeviceType.CPU)
+        span = next(spans)
+        copies = sum(event.name.startswith(TO_HOST) for event in self.events)
+        counts, where = {SCALAR: 0, TO_HOST: copies} | dict.fromkeys(WAITS, 0), Counter[str]()
+        for event in self.events:
+            if not span.start <= event.time_range.start <= span.end:
+                continue
+            if event.name in (SCALAR, *WAITS):
+                counts[event.name] += 1
+            if any(kernel.name.startswith(TO_HOST) for kernel in event.kernels):
+                where[f"{TO_HOST}: {_place(event)}"] += 1
+            elif event.name in WAITS or (
+                event.name == SCALAR and not self.cuda
+            ):  # of a CPU tensor it waits for nothing
+                where[f"{event.name}: {_place(event)}"] += 1
+        return {"counts": counts, "where": dict(where.most_common(20))}
+
+
+def _mixers(config: MetaplasticConfig) -> set[Any]:
+    return {MIXERS[name] for name in config.mixers}
+
+
+def _place(event: Any) -> str:
+    """The function around an event that is nearest to us, without the path of its file; or the operators around it."""
+    chain, outer = [], event.cpu_parent
+    while outer is not None and outer.name != PROFILED:
+        chain.append(outer.name)
+        outer = outer.cpu_parent
+    for package in ("metaplastic", "transformers", "accelerate", "torch"):
+        found = (re.search(rf"\b{package}/\S+\.py\(\d+\): \w+$", name) for name in chain)
+        if near := next((match for match in found if match), None):
+            return near.group()
+    return " < ".join(name for name in chain if "/" not in name) or event.name
+
+
+def _shards(folder: Path) -> Path:
+    if not (folder / "index.json").exists():
+        source = StandardLibrary()
+        write_shards(source, source.origin, byte_tokenizer(), folder, held_out=0.0)
+    return folder
+
+
+def loading(text: ShardedText, output: Path, batch: int) -> dict[str, Any]:
+    """Tokens per second that the Trainer's loader brings to the device; the median of five, each over a fifth."""
+    one = {"attention": {"num_heads": 1}}
+    least = MetaplasticConfig(vocab_size=4, hidden_size=4, num_hidden_layers=1, mixers="attention", mixer_options=one)
+    model = MetaplasticForCausalLM(least)
+    trainer = _trainer(model, text, output, batch, "packed", bf16=False, steps=1)
+    batches, rates = _endless(trainer.get_train_dataloader()), []
+    next(batches)
+    for _ in range(5):
+        began, tokens = time.perf_counter(), 0
+        while time.perf_counter() - began < SECONDS / 5:
+            tokens += trainer._prepare_inputs(next(batches))["input_ids"].numel()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        rates.append(tokens / (time.perf_counter() - began))
+    return {"tokens per second": statistics.median(rates), "least": min(rates), "most": max(rates)}
+
+
+def _endless(loader: DataLoader) -> Iterator[dict[str, torch.Tensor]]:
+    while True:
+        yield from loader

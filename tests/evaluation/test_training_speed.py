@@ -1,0 +1,109 @@
+"""``bench training`` on a CPU, at the size of a toy: what it measures, and that it sees what makes a host wait."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from metaplastic import ops
+from metaplastic.cli_bench import bench
+from metaplastic.evaluation import training_speed
+from metaplastic.evaluation.speed import operator_inputs
+from metaplastic.evaluation.training_speed import SCALAR, Setting, _Clock
+from metaplastic.models import size
+from metaplastic.recipes.language import find
+from metaplastic.training.flops import model_flops
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    return training_speed._shards(tmp_path_factory.mktemp("bench") / "shards")
+
+
+def test_the_command(tmp_path, monkeypatch, shards):
+    monkeypatch.setattr(training_speed, "SECONDS", 0.1)
+    arguments = ["training", "--recipe", "palimpsa_d_additive-debug", "--batch", "2", "--length", "32", "--layout"]
+    arguments += ["packed", "--repetitions", "2", "--checkpointing", "full", "--data", str(shards)]
+    arguments += ["--output", str(tmp_path)]
+    shown = CliRunner().invoke(bench, arguments, env={"COLUMNS": "160"})
+    assert shown.exit_code == 0, shown.output
+    record = json.loads((tmp_path / "results.json").read_text())
+    assert list(record["measurements"]) == ["palimpsa_d_additive-debug, packed", "loader, 2 x 32"]
+    found, read = record["measurements"].values()
+    config = find("palimpsa_d_additive-debug").network()
+    assert found["backends"] == ["additive_chunked"] and found["parameters"] == size(config).parameters
+    assert found["tokens per second"] == pytest.approx(2 * 32 / found["ms"] * 1e3)
+    assert found["least ms"] <= found["ms"] <= found["most ms"]
+    assert found["model FLOP/s"] == pytest.approx(model_flops(size(config), 0) * found["tokens per second"])
+    assert ("MFU" in found) == ("peak FLOP/s" in found)
+    assert found[training_speed.LOADER] == pytest.approx(read["tokens per second"] / found["tokens per second"])
+    # Values are read on a CPU, where that waits for nothing: those of the operators' checks, by where.
+    counts = found["waits"]["counts"]
+    assert counts[SCALAR] > 0 and counts["Memcpy DtoH"] == 0
+    assert any("metaplastic/ops/contract.py" in place for place in found["waits"]["where"])
+    assert not any(place.split(": ")[1].startswith("/") for place in found["waits"]["where"])
+    html = (tmp_path / "index.html").read_text()
+    assert "palimpsa_d_additive-debug, packed" in html and "additive_chunked" in html
+    assert "tokens per second" in shown.output and "checkpointing full" in shown.output
+
+
+def profiled(run):
+    """A clock that has seen steps, in the last of which ``run`` ran."""
+    clock = _Clock(1)
+    for step in range(1, 6):
+        if step == 5:
+            run()
+        clock.on_step_end(None, SimpleNamespace(global_step=step), None)
+    return clock
+
+
+def test_a_step_is_seen_as_it_is():
+    """Reading a scalar is counted as often as it is done; the backend is the one whose operator was called."""
+    inputs = {name: x.detach() for name, x in operator_inputs("palimpsa", 1, 4, 2, 3, 4).items()}
+    config = find("palimpsa_d-debug").network()
+
+    def run():
+        ops.palimpsa(**inputs, backend="chunked")
+
+    few, x = profiled(run), torch.ones(2)
+    many = profiled(lambda: (run(), [float(x.sum()) for _ in range(3)]))
+    assert many.waits()["counts"][SCALAR] == few.waits()["counts"][SCALAR] + 3
+    assert few.backends(config) == ["palimpsa_chunked"]
+    assert len(few.seconds()) == 1 and few.seconds()[0] > 0
+    assert profiled(lambda: None).waits()["where"] == {}
+
+
+def test_rows_have_real_borders(shards):
+    """What attention sees by the borders of documents, counted one by one."""
+    text = training_speed.ShardedText(shards, 4096, seed=0)
+    rows = training_speed._Rows(text, 100, 3)
+    assert len({len(row["starts"]) for row in rows.rows}) > 1 and max(len(row["starts"]) for row in rows.rows) > 1
+    seen = begun = 0
+    for row in rows.rows:
+        assert row["input_ids"].max() < 100 and (row["labels"][row["starts"]] == -100).all()
+        starts = set(row["starts"].tolist())
+        for token in range(4096):
+            begun = token if token in starts else begun
+            seen += token - begun + 1
+    assert rows.seen("packed") == pytest.approx(seen / 3 / 4096)
+    assert rows.seen("rows") == (4096 + 1) / 2
+
+
+def test_an_unknown_layout():
+    with pytest.raises(ValueError, match="layouts: unknown layout 'padded'; known: packed, rows"):
+        next(training_speed.bench_training({}, None, Setting(), layouts=("padded",)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", training_speed.LAYOUTS)
+def test_a_step_on_a_device_reads_nothing_from_it(tmp_path, shards, layout):
+    """No copy to the host between logs, and a peak that is known."""
+    text = training_speed.ShardedText(shards, 256, seed=0)
+    config, setting = find("palimpsa_d-17M").network(), Setting(batch=2, length=256, repetitions=3)
+    found = training_speed.bench_step(config, text, tmp_path, setting, layout)
+    assert found["peak memory GB"] > 16 * found["parameters"] / 1e9
+    assert found["waits"]["counts"]["Memcpy DtoH"] == 0, found["waits"]["where"]
