@@ -1,6 +1,7 @@
 """``metaplastic train``: a language model from text."""
 
 import logging
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -117,12 +118,13 @@ def train(
         else:
             logger.warning("interrupted before there was a checkpoint in %s: the same command begins again", output)
         raise
-    print_table(
-        "Trained",
-        ("held-out loss (nats/token)", f"{result['eval_loss']:.4f}"),
-        ("perplexity", f"{result['eval_perplexity']:.2f}"),
-        ("tokens seen", f"{result['tokens_seen']:,}"),
-        ("parameters", f"{result['parameters']:,}"),
-        ("model", str(output / "final")),
-        ("results", str(output / "results.json")),
-    )
+    if int(os.environ.get("RANK", 0)) == 0:
+        print_table(
+            "Trained",
+            ("held-out loss (nats/token)", f"{result['eval_loss']:.4f}"),
+            ("perplexity", f"{result['eval_perplexity']:.2f}"),
+            ("tokens seen", f"{result['tokens_seen']:,}"),
+            ("parameters", f"{result['parameters']:,}"),
+            ("model", str(output / "final")),
+            ("results", str(output / "results.json")),
+        )

@@ -142,6 +142,7 @@ def test_what_cannot_be_fused_says_why(monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore::ImportWarning")  # the library says what it lacks
 @pytest.mark.parametrize("backend", cross_entropy.BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fused_is_plain_within_rounding_on_a_gpu(backend, dtype, monkeypatch):

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from metaplastic.models import MetaplasticConfig, MetaplasticForCausalLM
+from metaplastic.models.checkpointing import checkpoint_activations
 from metaplastic.tasks.text import collate_packed
 from metaplastic.training import MetaplasticTrainer, TrainConfig, saving, train, training_arguments
 from metaplastic.training.context import context_group, parallelise_context, shard
@@ -38,6 +39,7 @@ PACKINGS = {  # where sequences begin, cut at 7 and 15: across both, at one, emp
     "at a border": [0, 7, 7, LENGTH],
     "just before": [0, 6, 14, 16, 20],
 }
+RECOMPUTED = {"across": "selective", "at a border": "full"}
 
 
 def tiny(texts: Path, **changes) -> TrainConfig:
@@ -107,6 +109,7 @@ def context(folder: Path) -> None:
             whole, cut = (small(mixer, torch.float64) for _ in range(2))
             (whole(**batch, use_cache=False).logits * weights).sum().backward()
             parallelise_context(cut, group)
+            checkpoint_activations(cut, RECOMPUTED.get(packing, "none"))  # computed again, exchanged again
             (cut(**batch).logits * weights[own]).sum().backward()
             one, two = (_gradients(model) for model in (whole, cut))
             for gradient in two.values():

@@ -189,7 +189,7 @@ def test_two_processes_end_where_one_does(sharded, nursery, tmp_path):
         port = str(free.getsockname()[1])
     jobs = []
     for rank in (None, 0, 1):
-        config = sharded(batch_size=4 if rank is None else 2, accumulation=1, steps=3, eval_every=0, save_every=0)
+        config = sharded(batch_size=4, accumulation=1, steps=3, eval_every=0, save_every=0)
         output = tmp_path / ("one" if rank is None else "two")
         environment = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}

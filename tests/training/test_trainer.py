@@ -232,6 +232,7 @@ def test_offsets_stay_on_the_host(build, monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("collator", [collate_packed, collate_padded])
 def test_a_step_between_logs_waits_for_nothing(build, network, collator):
     """PyTorch raises where the host waits for the device; the first steps compile and allocate."""

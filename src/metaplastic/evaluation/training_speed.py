@@ -214,7 +214,7 @@ class _Clock(TrainerCallback):
             self.peak = torch.cuda.max_memory_allocated()
         if step == 3 + self.repetitions:  # the synchronisation above is behind it
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.cuda else [])]
-            self.profile = self._open.enter_context(profile(activities=activities, with_stack=True))
+            self.profile = self._open.enter_context(profile(activities=activities, with_stack=True, acc_events=True))
             self._open.enter_context(record_function(PROFILED))
         if step == 4 + self.repetitions:
             self._open.close()

@@ -84,7 +84,9 @@ def state_bytes(model: MetaplasticForCausalLM) -> int:
     def size(state: Any) -> int:
         return state.numel() * state.element_size() if isinstance(state, torch.Tensor) else sum(map(size, state))
 
-    layers: Any = model.model.layers
+    with torch.device("meta"):  # the model itself may be spread over several devices
+        empty: Any = MetaplasticForCausalLM(model.config)
+        layers: Any = empty.to(model.dtype).model.layers
     return sum(size(layer.mixer.init_state(1)) for layer in layers)
 
 

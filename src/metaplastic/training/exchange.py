@@ -107,7 +107,8 @@ class _Entry(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, *gradients: Tensor):
         line: Line = ctx.line
-        decays, entry = ctx.saved_tensors[: line.size], ctx.saved_tensors[line.size :]
+        saved = ctx.saved_tensors  # once: activations that are computed again are unpacked once
+        decays, entry = saved[: line.size], saved[line.size :]
         later = [torch.zeros_like(each) for each in gradients]
         gathered = [unflat(x, gradients) for x in line.gather(flat(gradients))]
         for r in range(line.size - 1, line.rank, -1):

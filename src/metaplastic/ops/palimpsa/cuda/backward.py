@@ -27,6 +27,7 @@ STATES = 320 << 20  # bytes of states that several groups may share: with few he
 LEAST_SPAN = 512  # tokens of a piece of a sequence
 SHARED_BYTES = 227 << 10  # that a multiprocessor has
 BLOCK = 16  # keys or values that a tensor-core product takes
+WARPS = 12  # of a multiprocessor: as many as have the registers they need
 
 
 class Walk(NamedTuple):
@@ -87,7 +88,8 @@ def _choose(q, k, w, beta, g, prior, information, excess_precision, offsets, var
     problem = prepare(q, k, w, beta, g, prior, information, excess_precision, offsets)
     if not variance and layout.on_tensor_cores(problem):
         keys, values = (-(-size // BLOCK) * BLOCK for size in problem.shape[1:])
-        if (walk := tensor_walk(keys, values)) is not None:
+        items, processors = problem.shape[0] * (len(problem.cuts) - 1), layout._processors(problem.q.device)
+        if (walk := tensor_walk(keys, values, items, problem.longest, processors)) is not None:
             if problem.shape[1:] != (keys, values):
                 add = (keys - problem.shape[1], values - problem.shape[2])
                 problem = _pad(problem, *add)
@@ -109,27 +111,46 @@ def _pad(problem: Problem, keys: int, values: int) -> Problem:
 
 
 @functools.cache
-def tensor_walk(keys: int, values: int) -> Walk | None:
-    """Warps of 16 values and some blocks of 16 keys. Many warps hide each other's latency; what a tile of tokens costs
-    beside its products is shared by a warp's blocks of keys, and what it costs to prepare by a block's values."""
+def tensor_walks(keys: int, values: int) -> tuple[Walk, ...]:
+    """Warps of 16 values and some blocks of 16 keys: every such cut that a multiprocessor can hold."""
     found = []
     key_blocks, row_groups = keys // BLOCK, values // BLOCK
     for parts, groups in itertools.product(range(1, key_blocks + 1), range(1, row_groups + 1)):
-        if key_blocks % parts or row_groups % groups or parts * groups > 12:
+        if key_blocks % parts or row_groups % groups or parts * groups > WARPS:
             continue
         warps, of_warp, rows = parts * groups, key_blocks // parts, BLOCK * groups
-        words = warps * (of_warp * (512 + 256) + 512 + 12) + 64 * (keys // 2 + 4 + rows + 8)  # as in backward_tile.cuh
-        words += 4 * 16 * (keys // 2 + 4) + 8 * (key_blocks + groups) * 64 + 8 * (keys + rows) * 3 // 2
-        words += (parts - 1) * groups * 256 + 64
-        most = min(SHARED_BYTES // (4 * words + 1024), 12 // warps)
-        if most:
+        run = 4 * 16 * (keys // 2 + 4)  # decayed tokens; this and what follows as in backward_tile.cuh
+        words = warps * (of_warp + 1) * 512 + 64 * (keys // 2 + 4 + rows + 8)
+        words += 8 * (key_blocks * 68 + groups * 64) + 8 * (keys + rows) // 2 + run
+        words += max(warps * (of_warp * 256 + 12) + (parts - 1) * groups * 256, 2 * run) + 3 * 64 + 8
+        if most := min(SHARED_BYTES // (4 * words + 1024), WARPS // warps):
             definitions = {
                 "KEY_BLOCKS": of_warp, "KEY_PARTS": parts, "ROW_GROUPS": groups, "VALUE_BLOCKS": row_groups // groups,
             }  # fmt: skip
-            walk = Walk("backward_tensor", rows, 4 * words, most, warps * of_warp * 8192, definitions)
-            merit = most * warps * of_warp / (of_warp + 1) * groups / (groups + 1)
-            found.append((merit, walk))
-    return max(found, key=lambda x: x[0])[1] if found else None
+            found.append(Walk("backward_tensor", rows, 4 * words, most, warps * of_warp * 8192, definitions))
+    return tuple(found)
+
+
+@functools.cache
+def tensor_walk(keys: int, values: int, items: int, longest: int, processors: int) -> Walk | None:
+    """The fastest for ``items`` heads of sequences of ``longest`` tokens.
+
+    A warp takes a tile of tokens for one block of keys after the other and waits for its own results most of that time,
+    so that warps hardly hold each other up, and what a tile costs besides is that of about two blocks of keys (1.7, and
+    9.4 warps until it shows: fitted to three layouts on an H200).
+    """
+
+    def cost(walk: Walk) -> tuple[float, int]:
+        shape = walk.definitions
+        blocks = max(1, items * shape["VALUE_BLOCKS"])
+        pieces = max(1, min(processors * walk.most // blocks, longest // LEAST_SPAN)) if blocks < processors else 1
+        resident = min(walk.most, -(-blocks * pieces // processors))
+        rounds = -(-blocks * pieces // (processors * resident))
+        crowd = max(1.0, resident * shape["KEY_PARTS"] * shape["ROW_GROUPS"] / 9.4)
+        passes = 1.6 if pieces > 1 else 1.0  # what pieces add to each other is found first
+        return rounds * -(-longest // pieces) * (1.7 + shape["KEY_BLOCKS"]) * crowd * passes, shape["VALUE_BLOCKS"]
+
+    return min(tensor_walks(keys, values), key=cost, default=None)
 
 
 @functools.cache
@@ -199,10 +220,10 @@ class _Backward:
             else None
         )
         if d_last is not None:
-            rows = [s for s, span in enumerate(self.spans) if span.last]
+            rows = self._index([s for s, span in enumerate(self.spans) if span.last])
             for to, d in zip(d_last, final, strict=True):
                 if d is not None:
-                    to[rows] = d
+                    to.index_copy_(0, rows, d)
         d_first = tuple(p.new_state(count, heads) for _ in range(2))
         if self.cut:
             self._carry_back(d_last, d_first)
@@ -211,8 +232,12 @@ class _Backward:
         gradients = [new(x) for x in (p.q, p.k, p.w, p.beta, p.g)]
         d_prior = p.prior.new_zeros(count, heads, self.blocks)
         self._walk(d_last, d_first, gradients, d_prior)
-        first = [s for s in range(count) if s == 0 or self.spans[s - 1].last]
+        first = self._index([s for s in range(count) if s == 0 or self.spans[s - 1].last])
         return (*gradients, d_prior.sum((0, 2))), [d[first] for d in d_first] if self.cut else d_first
+
+    def _index(self, rows: list[int]) -> Tensor:
+        """A list as an index makes the host wait for the device; this does not."""
+        return torch.tensor(rows, dtype=torch.int64).to(self.device, non_blocking=True)
 
     def _carry_back(self, d_last, d_first) -> None:
         """d_last of every span, from what each span adds to the gradient of its first state."""

@@ -41,7 +41,7 @@ backward_tensor(const u16* __restrict__ q, const u16* __restrict__ k, const u16*
                 float* __restrict__ dq, float* __restrict__ dk,  // of bf16 if one block takes all values
                 u16* __restrict__ dw, u16* __restrict__ dbeta, float* __restrict__ dg, float* __restrict__ dprior,
                 float* __restrict__ d_first_m, float* __restrict__ d_first_j,
-                float4* scratch,  // [block][warp][key block][entry][4][lane]
+                float4* scratch,  // [block][warp][entry][key block][4][lane]
                 int tokens, int heads, double query_scale) {  // the others as in backward.cu
     SHARED;
     float* const floats = (float*)shared;
@@ -63,37 +63,33 @@ backward_tensor(const u16* __restrict__ q, const u16* __restrict__ k, const u16*
         for (int e = 0; e < 4; e++) {
             float2 keys = {0.f, 0.f};
             const i64 at = state * KEYS * VALUES + own_element + (e / 2 * 8 + e % 2) * KEYS + b * 16;
-            if (from) keys = *(const float2*)(from + at);
+            if (from) keys = __ldcg((const float2*)(from + at));
             x[e / 2][e % 2] = keys.x, x[e / 2][2 + e % 2] = keys.y;
         }
     };
     // The state before the chunk's token 16 e, for block b: on its way to shared memory.
     float4* const next_entry = (float4*)(floats + NEXT_ENTRY) + warp * 128 + lane;
     auto fetch_entry = [&](int b, int e) {
+        const float4* const from = entries + (e * KEY_BLOCKS + b) * 128;
 #pragma unroll
-        for (int i = 0; i < 4; i++)
-            copy_16((u32*)(next_entry + i * 32), entries + ((b * ENTRIES + e) * 4 + i) * 32, true);
+        for (int i = 0; i < 4; i++) copy_16((u32*)(next_entry + i * 32), from + i * 32, true);
         copies_issued();
     };
     // Of the tile; where a token is meant that depends on the lane, its number is the lane's row.
     Tile tile = {};
     float entry_decay;                         // from the state that the tile's is made from to its first token
-    float by_even, by_odd;                     // 1 / c of tokens 2 column and 2 column + 1
-    float last, last_prior;                    // c and prior / c of its last token
-    float alpha = 1.f;                         // the decay of the token after it, which `gradient` waits for
+    float alpha = 1.f, carry;                  // decay of the token after it, which `gradient` waits for; c to there
     bool direct;                               // whether dg of that token is taken directly
     u32 w_factor[2] = {}, b_factor[2] = {}, d_factor[2] = {};  // the token's w, beta, dy, of the group's values
     float of_dw[4], of_dbeta[4], of_z[TILE], sum_z = 0.f;  // of_z: the lane's part of c_s z_s of every token
     float tail, rounded_tail, correction;      // what dg gets from the end of the tile, and carefully from the token
-    float running = 0.f;                       // dg of the first token of the tile before
     int start = 0;                             // the chunk's first token within the span
     // All tokens of the tile, for one block of keys.
     auto sweep = [&](const bool careful, int b) {  // called with both constants, each compiled for itself
         const int key_block = part * KEY_BLOCKS + b, base = tile.first / ENTRY * ENTRY;
         float M[2][4], I[2][4], dM[2][4], dJ[2][4], of_dq[4] = {}, of_n[4] = {}, of_x[4] = {};
-        read_block(dM, dJ, gradient + b * 128, last * alpha);
-        const int own_token = min(tile.first + row, CHUNK - 1);
-        const uint2 raw = *(const uint2*)(shared + KEY + own_token * KEY_ROW + key_block * 8 + 2 * column);
+        read_block(dM, dJ, gradient + b * 128, carry);
+        const uint2 raw = *(const uint2*)(shared + KEY + tile.token(row) * KEY_ROW + key_block * 8 + 2 * column);
         const u32 k_factor[2] = {__byte_perm(raw.x, raw.y, 0x5410), __byte_perm(raw.x, raw.y, 0x7632)};
         u32 square[2], square_low[2], n[2][4], x[2][4], turned[4];
 #pragma unroll
@@ -121,14 +117,14 @@ backward_tensor(const u16* __restrict__ q, const u16* __restrict__ k, const u16*
         read_block(M, I, next_entry, entry_decay, p);
         if (b == 0) fetch_tile(shared, q, d_output, span.first, start + tile.first, heads, head, block);
         if (b + 1 < KEY_BLOCKS) fetch_entry(b + 1, base / ENTRY);
-        if (tile.first > base) add_tokens(shared, M, I, key_block, group, base);
-        // The products that update M and I share their factors: here the one for M wants zeros beside k, that for I
-        // zeros instead of k; lanes of column 3 have such.
-        const u32 *update = shared + UPDATE + key_block * 64 + row * 8, *const update_m = update + (column ? 6 : 0);
-        const u32* const update_i = update + (column ? 2 * column : 6);
-        const u32* other = shared + OTHER + (group * 32 + lane) * 2;
-        const float* const query = floats + QUERY + key_block * 16 + 2 * row;
-        const float* const d_y = floats + D_OUTPUT + group * 16 + 4 * column;
+        if (tile.first > base) add_tokens(shared, 0, M, I, key_block, group, base);
+        // The products that update M and I and those that make dy q^T share their other factors: a lane whose inner
+        // indices a product does not use reads zeros.
+        const u32* const record = shared + UPDATE + key_block * RECORD;
+        const u32* const update_m = record + (column == 0 ? row * 8 : 66);
+        const u32* const update_i = record + (column == 1 || column == 2 ? row * 8 + 2 * column : 64);
+        const u32* const query = record + (column == 3 ? row * 8 + 6 : 64);
+        const u32* const other = shared + OTHER + (group * 32 + lane) * 2;
         // Two tokens at a time, so that a product of inner size 16 takes 8 values of both.
 #pragma unroll
         for (int s0 = 0; s0 < TILE; s0 += 2) {
@@ -136,22 +132,22 @@ backward_tensor(const u16* __restrict__ q, const u16* __restrict__ k, const u16*
 #pragma unroll
             for (int h = 0; h < 2; h++) {
                 const int s = s0 + h;
-                const uint2 a = *(const uint2*)(update_m + s * ALL_BLOCKS * 64);
-                const uint2 c = *(const uint2*)(update_i + s * ALL_BLOCKS * 64);
+                const uint2 a = *(const uint2*)(update_m + s * ALL_BLOCKS * RECORD);
+                const uint2 c = *(const uint2*)(update_i + s * ALL_BLOCKS * RECORD);
+                const uint2 y = *(const uint2*)(query + s * ALL_BLOCKS * RECORD);
                 const uint2 o = *(const uint2*)(other + s * ROW_GROUPS * 64);
+                float dy_q[2][4] = {};
                 multiply_8(M[0], a.x, a.y, o.x), multiply_8(M[1], a.x, a.y, o.y);
                 multiply_8(I[0], c.x, c.y, o.x), multiply_8(I[1], c.x, c.y, o.y);
-                const float2 qs = *(const float2*)(query + s * KEYS);
-                const float4 d = *(const float4*)(d_y + s * ROWS);
-                const float dy[4] = {d.x, d.y, d.z, d.w};
-                const float scaled_prior = careful ? p * __shfl_sync(~0u, tile.inverse, s) : 0.f;
+                multiply_8(dy_q[0], y.x, y.y, o.x), multiply_8(dy_q[1], y.x, y.y, o.y);
+                const float scaled_prior = careful ? p * tile.inverse(shared, s) : 0.f;
                 float error = 0.f;
 #pragma unroll
                 for (int i = 0; i < 4; i++) {  // two values of one key
                     const int v = i / 2, at = 2 * h + i % 2, e = i % 2 * 2;
-                    const float of_key = i % 2 ? qs.y : qs.x, r0 = reciprocal(I[v][e]), r1 = reciprocal(I[v][e + 1]);
+                    const float r0 = reciprocal(I[v][e]), r1 = reciprocal(I[v][e + 1]);
                     const float mu0 = M[v][e] * r0, mu1 = M[v][e + 1] * r1;
-                    const float n0 = dy[2 * v] * of_key * r0, n1 = dy[2 * v + 1] * of_key * r1;
+                    const float n0 = dy_q[v][e] * r0, n1 = dy_q[v][e + 1] * r1;
                     mu[v][at] = pack_bf16(mu0, mu1);
                     const float x0 = n0 * mu0, x1 = n1 * mu1;
                     n[v][at] = pack_bf16(n0, n1), x[v][at] = pack_bf16(x0, x1);
@@ -189,8 +185,9 @@ backward_tensor(const u16* __restrict__ q, const u16* __restrict__ k, const u16*
             }
         }
         if (!PULL && direct) {
+            const float last_prior = p * tile.inverse(shared, TILE - 1);
             float after_m[2][4], after_j[2][4];
-            read_block(after_m, after_j, gradient + b * 128, last * alpha);
+            read_block(after_m, after_j, gradient + b * 128, carry);
 #pragma unroll
             for (int e = 0; e < 8; e++) {
                 const float m = after_m[e / 4][e % 4], j = after_j[e / 4][e % 4], J = I[e / 4][e % 4] - last_prior;
@@ -205,9 +202,10 @@ backward_tensor(const u16* __restrict__ q, const u16* __restrict__ k, const u16*
         float to_dk[4];
 #pragma unroll
         for (int c = 0; c < 2; c++) {
-            const u32 key = shared[KEY + min(tile.first + 2 * column + c, CHUNK - 1) * KEY_ROW + key_block * 8 + row];
-            to_dk[c] = (c ? by_odd : by_even) * fmaf(-2.f * low_bf16(key), of_x[c], of_n[c]);
-            to_dk[2 + c] = (c ? by_odd : by_even) * fmaf(-2.f * high_bf16(key), of_x[2 + c], of_n[2 + c]);
+            const u32 key = shared[KEY + tile.token(2 * column + c) * KEY_ROW + key_block * 8 + row];
+            const float by = tile.inverse(shared, 2 * column + c);
+            to_dk[c] = by * fmaf(-2.f * low_bf16(key), of_x[c], of_n[c]);
+            to_dk[2 + c] = by * fmaf(-2.f * high_bf16(key), of_x[2 + c], of_n[2 + c]);
         }
         float4* const sums = (float4*)(floats + KEY_SUMS) + (warp * KEY_BLOCKS + b) * 64 + lane;
         sums[0] = {of_dq[0], of_dq[1], of_dq[2], of_dq[3]}, sums[32] = {to_dk[0], to_dk[1], to_dk[2], to_dk[3]};
@@ -215,7 +213,7 @@ backward_tensor(const u16* __restrict__ q, const u16* __restrict__ k, const u16*
     // dq and dk of the tile's tokens, summed over the row groups; over several blocks the caller sums.
     auto write_key_sums = [&](i64 first) {
 #pragma unroll 1
-        for (int x = thread; x < ALL_BLOCKS * 64; x += THREADS) {
+        for (int x = thread_index(); x < ALL_BLOCKS * 64; x += THREADS) {
             const float4* const from = (const float4*)(floats + KEY_SUMS) + x;  // [block][dq, dk][lane]
             float4 sum = from[0];
 #pragma unroll
@@ -236,15 +234,16 @@ backward_tensor(const u16* __restrict__ q, const u16* __restrict__ k, const u16*
     };
     // Before the barrier: what other warps add to dw, dbeta and dg.
     auto share_row_sums = [&]() {
-        const float z = sum_each(of_z) * __shfl_sync(~0u, tile.inverse, row);  // of token = row
+        const int lane = thread_index() & 31, row = lane >> 2, column = lane & 3;
+        const float z = sum_each(of_z) * tile.inverse(shared, row);  // of token = row
         const float bracket = tile.careful ? correction : p * z;
         if (column == 0) sum_z += z;
         float sum[2] = {0.f, 0.f};
 #pragma unroll
         for (int c = 0; c < 4; c++) {
-            const int token = min(tile.first + 2 * column + c % 2, CHUNK - 1);
-            const int at = token * 2 * VALUE_ROW + group * 16 + row + c / 2 * 8;
-            of_dw[c] *= c % 2 ? by_odd : by_even, of_dbeta[c] *= c % 2 ? -by_odd : -by_even;
+            const int at = tile.token(2 * column + c % 2) * 2 * VALUE_ROW + group * 16 + row + c / 2 * 8;
+            const float by = tile.inverse(shared, 2 * column + c % 2);
+            of_dw[c] *= by, of_dbeta[c] *= -by;
             sum[c % 2] -= of_dw[c] * low_bf16(((const u16*)(shared + WRITE))[at]);
             sum[c % 2] -= of_dbeta[c] * low_bf16(((const u16*)(shared + EVIDENCE))[at]);
         }
@@ -261,6 +260,7 @@ backward_tensor(const u16* __restrict__ q, const u16* __restrict__ k, const u16*
         own[32] = {of_dbeta[0], of_dbeta[1], of_dbeta[2], of_dbeta[3]};
     };
     auto write_row_sums = [&](i64 first) {
+        const int lane = thread_index() & 31, row = lane >> 2, column = lane & 3;
         if (part == 0) {
 #pragma unroll
             for (int other = 1; other < KEY_PARTS; other++) {
@@ -283,12 +283,14 @@ backward_tensor(const u16* __restrict__ q, const u16* __restrict__ k, const u16*
 #pragma unroll
             for (int other = 0; other < WARPS; other++)
                 sum += lane < TILE + 2 ? floats[TOKEN_SUMS + other * 12 + lane] : 0.f;
-            const float after = direct ? __shfl_sync(~0u, sum, TILE) : running;
-            const float rounded_after = direct ? __shfl_sync(~0u, sum, TILE + 1) : running;
+            const float running = __shfl_sync(~0u, lane ? 0.f : floats[RUNNING], 0);
+            const float direct_sum = __shfl_sync(~0u, sum, TILE);
+            const float rounded_sum = __shfl_sync(~0u, sum, TILE + 1);
+            const float after = direct ? direct_sum : running, rounded_after = direct ? rounded_sum : running;
             if (lane >= tile.tokens) sum = 0.f;
 #pragma unroll
             for (int offset = 1; offset < TILE; offset *= 2) sum += __shfl_down_sync(~0u, sum, offset);
-            running = rounded_after + __shfl_sync(~0u, sum, 0);
+            if (lane == 0) floats[RUNNING] = rounded_after + sum;
             float* const to = dg + ((i64)block * tokens + first) * heads + head;
             if (lane >= 1 && lane < tile.tokens) to[lane * heads] = rounded_after + sum;
             if (lane == 0 && first + tile.tokens < span.first + length) to[tile.tokens * heads] = after;
@@ -300,62 +302,60 @@ backward_tensor(const u16* __restrict__ q, const u16* __restrict__ k, const u16*
         load_state(m, d_last_m, item, b), load_state(j, d_last_j, item, b);
         write_block(m, j, gradient + b * 128);
     }
+    for (int x = thread; x < TILE * ALL_BLOCKS * 4; x += THREADS) shared[UPDATE + x / 4 * RECORD + 64 + x % 4] = 0u;
     if (length) fetch_tile(shared, q, d_output, span.first, length, heads, head, block);
     for (start = length ? (length - 1) / CHUNK * CHUNK : -1; start >= 0; start -= CHUNK) {
         const int chunk_tokens = min(CHUNK, length - start);
         const i64 state = span.chunk_base * heads + head * span.chunks + span.chunk + start / CHUNK;
         const i64 row0 = (span.first + start) * heads + head;
-        float m[KEY_BLOCKS][2][4], j[KEY_BLOCKS][2][4];
-#pragma unroll
-        for (int b = 0; b < KEY_BLOCKS; b++) load_state(m[b], chunks_m, state, b), load_state(j[b], chunks_j, state, b);
         __syncthreads();
         fetch_chunk(shared, k, w, beta, row0, heads, block, chunk_tokens);
         for (int t = thread; t < CHUNK; t += THREADS)
             floats[DECAY + t] = t < chunk_tokens ? g[row0 + t * heads] : 0.f;
+        float m[KEY_BLOCKS][2][4], j[KEY_BLOCKS][2][4];
+#pragma unroll
+        for (int b = 0; b < KEY_BLOCKS; b++) load_state(m[b], chunks_m, state, b), load_state(j[b], chunks_j, state, b);
         copies_arrived();
         __syncthreads();
-        if (start) {  // the chunk to come, on its way to the cache
-            const i64 before = ((state - 1) * VALUES + block * ROWS) * KEYS;
-            prefetch_chunk(k, w, beta, chunks_m + before, chunks_j + before, row0 - CHUNK * heads, heads, block);
-        }
+        write_tiles(shared, chunk_tokens);
         // The states before the chunk's tokens 0, 16, 32, 48, from which every tile's is made.
+        const float2 wholes = prepare_entries(shared);
+        __syncthreads();
 #pragma unroll 1
         for (int e = 0; e < ENTRIES && e * ENTRY < chunk_tokens; e++) {
-            if (e) {
-                const Decays decays = decays_to(floats + DECAY, (e - 1) * ENTRY, e * ENTRY - 1);
-                prepare_decayed(shared, (e - 1) * ENTRY, ENTRY, decays.after);
-                __syncthreads();
+            const float whole = __shfl_sync(~0u, e == 3 ? wholes.y : wholes.x, e == 2 ? ENTRY : 0);
 #pragma unroll
-                for (int b = 0; b < KEY_BLOCKS; b++) {
+            for (int b = 0; b < KEY_BLOCKS; b++) {
+                if (e) {
 #pragma unroll
-                    for (int c = 0; c < 8; c++) m[b][c / 4][c % 4] *= decays.whole, j[b][c / 4][c % 4] *= decays.whole;
-                    add_tokens(shared, m[b], j[b], part * KEY_BLOCKS + b, group, (e - 1) * ENTRY);
+                    for (int c = 0; c < 8; c++) m[b][c / 4][c % 4] *= whole, j[b][c / 4][c % 4] *= whole;
+                    add_tokens(shared, e - 1, m[b], j[b], part * KEY_BLOCKS + b, group, (e - 1) * ENTRY);
                 }
-                __syncthreads();
+                write_block(m[b], j[b], entries + (e * KEY_BLOCKS + b) * 128);
             }
-#pragma unroll
-            for (int b = 0; b < KEY_BLOCKS; b++) write_block(m[b], j[b], entries + (b * ENTRIES + e) * 128);
         }
+        __syncthreads();
         direct = true;
         for (int end = chunk_tokens; end > 0; end = tile.first) {
-            tile = cut(floats + DECAY, end);
+            tile = read_tile(shared, end);
             direct = direct || tile.careful;
             const int base = tile.first / ENTRY * ENTRY;
             fetch_entry(0, base / ENTRY);
-            const Decays decays = decays_to(floats + DECAY, base, tile.first);
-            entry_decay = decays.whole;
-            prepare_decayed(shared, base, tile.first - base, decays.after);
+            entry_decay = prepare_start(shared, base, tile.first);
             prepare_tile(shared, tile, p, scale);
+            const int d_at = NEXT_D_OUTPUT + min(TILE - tile.tokens + row, TILE - 1) * ROWS / 2 + group * 8 + column;
+            for (int v = 0; v < 2; v++) d_factor[v] = row < tile.tokens ? shared[d_at + 4 * v] : 0u;
             __syncthreads();
+            // Once a chunk: the one to come, on its way to the cache, late enough to be there still when it is wanted.
+            if (start && base == 0 && (end >= ENTRY || end == chunk_tokens)) {
+                const i64 before = ((state - 1) * VALUES + block * ROWS) * KEYS;
+                prefetch_chunk(k, w, beta, chunks_m + before, chunks_j + before, row0 - CHUNK * heads, heads, block);
+            }
             const i64 first = span.first + start + tile.first;
-            const int at = min(tile.first + row, CHUNK - 1) * VALUE_ROW + group * 8 + column;
-            const float4 d = *(const float4*)(floats + D_OUTPUT + (row * ROW_GROUPS + group) * 16 + 4 * column);
-            d_factor[0] = pack_bf16(d.x, d.y), d_factor[1] = pack_bf16(d.z, d.w);
+            const int at = tile.token(row) * VALUE_ROW + group * 8 + column;
             w_factor[0] = shared[WRITE + at], w_factor[1] = shared[WRITE + at + 4];
             b_factor[0] = shared[EVIDENCE + at], b_factor[1] = shared[EVIDENCE + at + 4];
-            by_even = __shfl_sync(~0u, tile.inverse, 2 * column);
-            by_odd = __shfl_sync(~0u, tile.inverse, 2 * column + 1);
-            last = __shfl_sync(~0u, tile.gauge, TILE - 1), last_prior = p * __shfl_sync(~0u, tile.inverse, TILE - 1);
+            carry = floats[GAUGE + end - 1] * alpha;
 #pragma unroll
             for (int c = 0; c < 4; c++) of_dw[c] = of_dbeta[c] = of_z[c] = of_z[4 + c] = 0.f;
             tail = rounded_tail = correction = 0.f;

@@ -4,6 +4,8 @@
 
 #ifdef EMULATED
 static inline int min(int a, int b) { return a < b ? a : b; }
+static inline int max(int a, int b) { return a < b ? b : a; }
+static inline int __clzll(u64 x) { return x ? __builtin_clzll(x) : 64; }
 static inline u32 transpose(u32 x) {
     auto all = emulation::exchange({x});
     int row = emulation::current->lane >> 2, column = emulation::current->lane & 3;
@@ -21,7 +23,15 @@ static inline void load_transposed(u32 (&to)[4], const u32* row) {
     }
 }
 static inline void prefetch(const void*) {}
+static inline int thread_index() { return threadIdx.x; }
+template <class T> T __ldcg(const T* from) { return *from; }
 #else
+// Read anew where it is needed: what follows from it need not be kept, or spilled, from tile to tile.
+__device__ __forceinline__ int thread_index() {
+    int x;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+    return x;
+}
 __device__ __forceinline__ void prefetch(const void* from) { asm volatile("prefetch.global.L2 [%0];" :: "l"(from)); }
 // Transposes an 8 x 8 matrix: lane (row, column) holds its elements [row][2 column] and [row][2 column + 1].
 __device__ __forceinline__ u32 transpose(u32 x) {
@@ -49,18 +59,24 @@ constexpr int GRADIENT = 0;                                    // dM, dJ: [warp]
 constexpr int NEXT_ENTRY = GRADIENT + WARPS * KEY_BLOCKS * 512;  // the state that the next block starts from
 constexpr int KEY = NEXT_ENTRY + WARPS * 512;                  // the chunk's k, w, beta as they came
 constexpr int WRITE = KEY + CHUNK * KEY_ROW, EVIDENCE = WRITE + CHUNK * VALUE_ROW;
-constexpr int DECAYED = EVIDENCE + CHUNK * VALUE_ROW;          // decayed k and k^2, each as the sum of two bf16
-constexpr int UPDATE = DECAYED + 4 * FACTOR;                   // [token][block][lane] uint2: factors of the updates
-constexpr int OTHER = UPDATE + TILE * ALL_BLOCKS * 64;         // [token][row group][lane] uint2: the other factors
-constexpr int QUERY = OTHER + TILE * ROW_GROUPS * 64;          // [token][block][row] float2
-constexpr int D_OUTPUT = QUERY + TILE * KEYS;                  // [token][row group][column] float4
-constexpr int NEXT_QUERY = D_OUTPUT + TILE * ROWS;             // q and dy of the next tile as they came
+// [token][block] factors of the updates: [row] k, k^2, the prior's and q, of two keys each; then zeros, twice: lanes
+// that read zeros find them in other banks than those that do not.
+constexpr int RECORD = 8 * 8 + 4, UPDATE = EVIDENCE + CHUNK * VALUE_ROW;
+constexpr int OTHER = UPDATE + TILE * ALL_BLOCKS * RECORD;     // [token][row group][lane] uint2: w, beta, 1, dy
+constexpr int NEXT_QUERY = OTHER + TILE * ROW_GROUPS * 64;     // q and dy of the next tile as they came
 constexpr int NEXT_D_OUTPUT = NEXT_QUERY + TILE * KEYS / 2;
-constexpr int KEY_SUMS = NEXT_D_OUTPUT + TILE * ROWS / 2;      // [warp][block][dq, dk][lane] float4
+// Decayed k and k^2, each as the sum of two bf16: of up to 16 tokens, but where a chunk begins, before there are sums,
+// of 48.
+constexpr int DECAYED = NEXT_D_OUTPUT + TILE * ROWS / 2, AFTER_DECAYED = DECAYED + (ENTRIES - 1) * 4 * FACTOR;
+constexpr int KEY_SUMS = DECAYED + 4 * FACTOR;                 // [warp][block][dq, dk][lane] float4
 // [part of the keys, but for the first][group][dw, dbeta][lane] float4
 constexpr int ROW_SUMS = KEY_SUMS + WARPS * KEY_BLOCKS * 256;
 constexpr int TOKEN_SUMS = ROW_SUMS + (KEY_PARTS - 1) * ROW_GROUPS * 256;  // [warp][12]
-constexpr int DECAY = TOKEN_SUMS + WARPS * 12, WORDS = DECAY + CHUNK;
+constexpr int AFTER_SUMS = TOKEN_SUMS + WARPS * 12;
+constexpr int DECAY = AFTER_SUMS < AFTER_DECAYED ? AFTER_DECAYED : AFTER_SUMS;  // g of the chunk's tokens
+constexpr int GAUGE = DECAY + CHUNK, INVERSE = GAUGE + CHUNK;  // their c and 1 / c
+constexpr int BEGINS = INVERSE + CHUNK;                        // which begin a tile, which have a decay not near 1
+constexpr int RUNNING = BEGINS + 4, WORDS = RUNNING + 4;       // dg of the first token of the tile done last
 extern "C" __device__ const int launch_shape[2] = {THREADS, 4 * WORDS};
 
 __device__ __forceinline__ float warp_sum(float x) {
@@ -91,11 +107,12 @@ __device__ __forceinline__ void write_block(const float (&x)[2][4], const float 
     }
 }
 
-// Adds to a block of M and J what the decayed tokens base .. base + ENTRY - 1 write.
-__device__ __forceinline__ void add_tokens(const u32* shared, float (&M)[2][4], float (&J)[2][4], int key_block,
-                                           int group, int base) {
+// Adds to a block of M and J what the tokens base .. base + ENTRY - 1 write: run `run` of the decayed ones.
+__device__ __forceinline__ void add_tokens(const u32* shared, int run, float (&M)[2][4], float (&J)[2][4],
+                                           int key_block, int group, int base) {
     const int lane = threadIdx.x & 31, matrix = lane / 8, in = lane % 8;
-    const u32* const keys = shared + DECAYED + (matrix / 2 * 8 + in) * KEY_ROW + key_block * 8 + matrix % 2 * 4;
+    const u32* const factors = shared + DECAYED + run * 4 * FACTOR;
+    const u32* const keys = factors + (matrix / 2 * 8 + in) * KEY_ROW + key_block * 8 + matrix % 2 * 4;
     const u32* const rows = shared + WRITE + (base + matrix % 2 * 8 + in) * VALUE_ROW + group * 8 + matrix / 2 * 4;
     u32 writes[4], evidence[4], a[4];
     load_transposed(writes, rows), load_transposed(evidence, rows + CHUNK * VALUE_ROW);
@@ -107,59 +124,87 @@ __device__ __forceinline__ void add_tokens(const u32* shared, float (&M)[2][4], 
     }
 }
 
+// Which of the chunk's tokens have such a g, bit by bit.
+__device__ __forceinline__ u64 tokens_below(const float* decays, float bound) {
+    const int lane = threadIdx.x & 31;
+    const u64 early = __ballot_sync(~0u, decays[lane] < bound), late = __ballot_sync(~0u, decays[32 + lane] < bound);
+    return early | late << 32;
+}
+__device__ __forceinline__ u64 bits_before(int end) { return end ? ~0ull >> (64 - end) : 0ull; }
+// -1 if there is none.
+__device__ __forceinline__ int last_before(u64 bits, int end) { return 63 - __clzll(bits & bits_before(end)); }
+
+// Which tokens begin a tile, from the chunk's last one on: a token of strong decay, else the 8th.
+__device__ __forceinline__ u64 tile_starts(u64 strong, int tokens) {
+    u64 starts = 0;
+    for (int end = tokens; end > 0;) end = max(max(last_before(strong, end), end - TILE), 0), starts |= 1ull << end;
+    return starts;
+}
 // Tokens [first, first + tokens) of the chunk.
 struct Tile {
     int first, tokens;
-    bool careful;     // is a decay within the tile not near 1?
-    float gauge;      // c_s of token s = lane (from `tokens` on, that of the last one)
-    float inverse;    // 1 / c_s
-};
-__device__ __forceinline__ Tile cut(const float* decays, int end) {
-    const int lane = threadIdx.x & 31;
-    Tile tile;
-    const float own = lane < TILE && lane < end ? decays[end - 1 - lane] : 0.f;
-    const u32 stops = __ballot_sync(~0u, lane >= TILE - 1 || own < -STRONG || lane + 1 >= end);
-    tile.tokens = 1;
-    while (!(stops >> (tile.tokens - 1) & 1)) tile.tokens++;
-    tile.first = end - tile.tokens;
-    tile.careful = __ballot_sync(~0u, lane < tile.tokens - 1 && own < CAREFUL_BELOW);
-    float sum = lane >= 1 && lane < tile.tokens ? decays[tile.first + lane] : 0.f;
-#pragma unroll
-    for (int s = 1; s < TILE; s <<= 1) {
-        const float earlier = __shfl_up_sync(~0u, sum, s);
-        if (lane >= s) sum += earlier;
+    bool careful;  // is a decay within the tile not near 1?
+    __device__ __forceinline__ int token(int s) const { return min(first + s, CHUNK - 1); }  // maybe none of the tile's
+    __device__ __forceinline__ float inverse(const u32* shared, int s) const {  // 1 / c_s; beyond the last token, its
+        return ((const float*)shared)[INVERSE + first + min(s, tokens - 1)];
     }
-    sum = __shfl_sync(~0u, sum, min(lane, TILE - 1));
-    tile.gauge = expf(sum), tile.inverse = expf(-sum);
-    return tile;
+};
+// Of a chunk of so many tokens: where tiles begin, where decays are not near 1, c and 1 / c of every token.
+__device__ __forceinline__ void write_tiles(u32* shared, int tokens) {
+    float* const floats = (float*)shared;
+    const int own = THREADS - 1 - threadIdx.x;  // the last warps have the least to do beside
+    if (own >= CHUNK) return;
+    const u64 starts = tile_starts(tokens_below(floats + DECAY, -STRONG), tokens);
+    const u64 steep = tokens_below(floats + DECAY, CAREFUL_BELOW);
+    if (own == 0) *(u64*)(shared + BEGINS) = starts, *(u64*)(shared + BEGINS + 2) = steep;
+#pragma unroll 1
+    for (int t = own; t < tokens; t += THREADS) {
+        const int first = last_before(starts, t + 1);
+        float sum = 0.f;
+#pragma unroll
+        for (int s = 1; s < TILE; s++) sum += s <= t - first ? floats[DECAY + first + s] : 0.f;
+        floats[GAUGE + t] = expf(sum), floats[INVERSE + t] = expf(-sum);
+    }
+}
+__device__ __forceinline__ Tile read_tile(const u32* shared, int end) {
+    const int first = last_before(*(const u64*)(shared + BEGINS), end);
+    const u64 steep = *(const u64*)(shared + BEGINS + 2);
+    return {first, end - first, (steep & bits_before(end) & ~bits_before(first + 1)) != 0};
 }
 
-// Decays over tokens base .. last of the chunk: from each (lane = token - base) to the last, and from before the first.
-// Sums, never differences: exact beside any decay.
+// Decays over 16 tokens, lane = token - base, of which those after `last` do not count: from each to the end, and from
+// before the first. A warp does two such runs at once. Sums, never differences: exact beside any decay.
 struct Decays { float after, whole; };
 __device__ __forceinline__ Decays decays_to(const float* decays, int base, int last) {
     const int lane = threadIdx.x & 31;
     float sum = base + lane <= last ? decays[base + lane] : 0.f;
 #pragma unroll
-    for (int s = 1; s < 32; s <<= 1) {
+    for (int s = 1; s < ENTRY; s <<= 1) {
         const float later = __shfl_down_sync(~0u, sum, s);
-        if (lane + s < 32) sum += later;
+        if (lane % ENTRY + s < ENTRY) sum += later;
     }
     const float later = __shfl_down_sync(~0u, sum, 1);
-    return {expf(lane == 31 ? 0.f : later), expf(__shfl_sync(~0u, sum, 0))};
+    return {expf(lane % ENTRY == ENTRY - 1 ? 0.f : later), expf(__shfl_sync(~0u, sum, lane & ENTRY))};
 }
 
-// Decayed k and k^2 of tokens base .. base + count - 1 (then zeros), by all threads.
-__device__ __forceinline__ void prepare_decayed(u32* shared, int base, int count, float decay) {
-    const int items = count ? ENTRY * KEYS / 8 : 0;
+// Decayed k and k^2 of tokens base .. base + count - 1, then zeros up to a multiple of 16, by all threads. `decay`: of
+// 32 tokens, then of the others.
+template <int RUNS>
+__device__ __forceinline__ void prepare_decayed(u32* shared, int base, int count, const float (&decay)[RUNS]) {
+    const int items = (count + ENTRY - 1) / ENTRY * (ENTRY * KEYS / 8);
 #pragma unroll 1
     for (int x0 = 0; x0 < items; x0 += THREADS) {
-        const int x = x0 + threadIdx.x, t = x / (KEYS / 8) % ENTRY, j = x % (KEYS / 8);
-        const float own = __shfl_sync(~0u, decay, t), factor = t < count ? own : 0.f;
+        const int x = x0 + threadIdx.x, t = x / (KEYS / 8), j = x % (KEYS / 8);
+        float factor = __shfl_sync(~0u, decay[0], t % 32);
+        if (RUNS > 1) {
+            const float other = __shfl_sync(~0u, decay[RUNS - 1], t % 32);
+            if (t >= 32) factor = other;
+        }
         if (x >= items) continue;
+        if (t >= count) factor = 0.f;
         const uint4 raw = *(const uint4*)(shared + KEY + (base + t) * KEY_ROW + 4 * j);
         const u32 words[4] = {raw.x, raw.y, raw.z, raw.w};
-        u32* const to = shared + DECAYED + t * KEY_ROW + j / 2 * 8 + j % 2 * 2;
+        u32* const to = shared + DECAYED + t / ENTRY * 4 * FACTOR + t % ENTRY * KEY_ROW + j / 2 * 8 + j % 2 * 2;
         u32 a[8], s[8];
 #pragma unroll
         for (int e = 0; e < 4; e++) {
@@ -180,46 +225,54 @@ __device__ __forceinline__ void prepare_decayed(u32* shared, int base, int count
     }
 }
 
+// What the states at a chunk's tokens 16, 32, 48 are made of; returns the decays over the 16 tokens before 16 (lane 0)
+// and 32 (lane 16), and before 48.
+__device__ __forceinline__ float2 prepare_entries(u32* shared) {
+    const float* const decays = (const float*)shared + DECAY;
+    const Decays early = decays_to(decays, 0, 2 * ENTRY - 1), late = decays_to(decays, 2 * ENTRY, 3 * ENTRY - 1);
+    const float after[2] = {early.after, late.after};
+    prepare_decayed(shared, 0, 3 * ENTRY, after);
+    return {early.whole, late.whole};
+}
+// The same for a tile that begins at token `first`: from the state before token `base`, whose decay is returned.
+__device__ __forceinline__ float prepare_start(u32* shared, int base, int first) {
+    const float* const decays = (const float*)shared + DECAY;
+    if (first == base) return expf(decays[base]);
+    const Decays to_first = decays_to(decays, base, first);
+    const float after[1] = {to_first.after};
+    prepare_decayed(shared, base, first - base, after);
+    return __shfl_sync(~0u, to_first.whole, 0);
+}
+
 // What the tile's products need, from what lies in shared memory as it came; a token that is none multiplies zeros.
 __device__ __forceinline__ void prepare_tile(u32* shared, const Tile& tile, float prior, float scale) {
-    float* const floats = (float*)shared;
     const int skip = TILE - tile.tokens;  // of the 8 tokens fetched
 #pragma unroll 1
-    for (int x0 = 0; x0 < TILE * ALL_BLOCKS * 8; x0 += THREADS) {
-        const int x = x0 + threadIdx.x, s = x / (ALL_BLOCKS * 8) % TILE, j = x % (ALL_BLOCKS * 8);
-        const float by = __shfl_sync(~0u, tile.inverse, s), before = __shfl_sync(~0u, tile.inverse, s ? s - 1 : 0);
-        if (x >= TILE * ALL_BLOCKS * 8) continue;
-        uint4 words = {0u, 0u, 0u, 0u};
-        u32 of_prior = 0;
-        float2 query = {0.f, 0.f};
+    for (int x = threadIdx.x; x < TILE * ALL_BLOCKS * 8; x += THREADS) {
+        const int s = x / (ALL_BLOCKS * 8), j = x % (ALL_BLOCKS * 8);
+        uint4 of_key = {0u, 0u, 0u, 0u}, beside = {0u, 0u, 0u, 0u};
         if (s < tile.tokens) {
+            const float by = tile.inverse(shared, s);
+            const u32 of_prior = split(prior * (by - tile.inverse(shared, max(s - 1, 0))));
             const u32 raw = shared[KEY + (tile.first + s) * KEY_ROW + j];
             const u32 q = shared[NEXT_QUERY + (skip + s) * KEYS / 2 + j];
             const float k0 = low_bf16(raw), k1 = high_bf16(raw);
-            words = {split(k0 * by), split(k1 * by), split(k0 * (k0 * by)), split(k1 * (k1 * by))};
-            of_prior = split(prior * (by - before));
-            query = {scale * low_bf16(q), scale * high_bf16(q)};
+            of_key = {split(k0 * by), split(k1 * by), split(k0 * (k0 * by)), split(k1 * (k1 * by))};
+            beside = {of_prior, of_prior, split(scale * low_bf16(q)), split(scale * high_bf16(q))};
         }
-        *(uint4*)(shared + UPDATE + 8 * x) = words;
-        *(uint4*)(shared + UPDATE + 8 * x + 4) = {of_prior, of_prior, 0u, 0u};
-        *(float2*)(floats + QUERY + 2 * x) = query;
+        u32* const to = shared + UPDATE + x / 8 * RECORD + x % 8 * 8;
+        *(uint4*)to = of_key, *(uint4*)(to + 4) = beside;
     }
-    const u16 *const writes = (const u16*)(shared + WRITE), *const evidence = (const u16*)(shared + EVIDENCE);
+    const u16* const words = (const u16*)shared;
 #pragma unroll 1
     for (int x = threadIdx.x; x < TILE * ROW_GROUPS * 8; x += THREADS) {
         const int s = x / (ROW_GROUPS * 8), i = x / 8 % ROW_GROUPS * 16 + x % 8;
-        const int at = min(tile.first + s, CHUNK - 1) * 2 * VALUE_ROW + i;
-        const u32 w0 = writes[at], w1 = writes[at + 8], b0 = evidence[at], b1 = evidence[at + 8];
-        *(uint4*)(shared + OTHER + 8 * x) = {w0 * 0x10001u, w1 * 0x10001u, b0 * 0x10001u, b1 * 0x10001u};
-        *(uint4*)(shared + OTHER + 8 * x + 4) = {0x3f803f80u, 0x3f803f80u, 0u, 0u};
-    }
-#pragma unroll 1
-    for (int x = threadIdx.x; x < TILE * ROW_GROUPS * 4; x += THREADS) {
-        const int s = x / (ROW_GROUPS * 4), at = NEXT_D_OUTPUT + (skip + s) * ROWS / 2 + x / 4 % ROW_GROUPS * 8 + x % 4;
-        float4 d = {0.f, 0.f, 0.f, 0.f};
-        if (s < tile.tokens)
-            d = {low_bf16(shared[at]), high_bf16(shared[at]), low_bf16(shared[at + 4]), high_bf16(shared[at + 4])};
-        *(float4*)(floats + D_OUTPUT + 4 * x) = d;
+        const u16* const w = words + 2 * (WRITE + tile.token(s) * VALUE_ROW) + i;
+        const u16* const beta = w + 2 * CHUNK * VALUE_ROW;
+        const u16* const d = words + 2 * NEXT_D_OUTPUT + min(skip + s, TILE - 1) * ROWS + i;
+        const u32 valid = s < tile.tokens ? 0x10001u : 0u;
+        *(uint4*)(shared + OTHER + 8 * x) = {w[0] * 0x10001u, w[8] * 0x10001u, beta[0] * 0x10001u, beta[8] * 0x10001u};
+        *(uint4*)(shared + OTHER + 8 * x + 4) = {0x3f803f80u, 0x3f803f80u, d[0] * valid, d[8] * valid};
     }
 }
 

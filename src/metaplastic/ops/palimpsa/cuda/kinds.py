@@ -11,6 +11,8 @@ from . import layout
 from .backward import BLOCK, plain_walk, tensor_walk
 from .problem import MULTIPLE
 
+LOADS = (0.1, 0.5, 1.0, 1.5, 4.0)  # heads per multiprocessor: the backward of few is cut otherwise than that of many
+
 
 @functools.cache
 def kernels(dtype: torch.dtype, keys: int, values: int) -> str:
@@ -19,9 +21,11 @@ def kernels(dtype: torch.dtype, keys: int, values: int) -> str:
     names = []
     if dtype == torch.bfloat16 and 0 < keys <= layout.LARGEST_KEYS and values:
         names += [_name("forward", layout.forward(keys, values).definitions)]
-        names += [_name("states", layout.states(keys, values).definitions)]
-        walk = tensor_walk(*(-(-size // BLOCK) * BLOCK for size in (keys, values)))
-        names += [_name("backward_tensor", walk.definitions)] if walk else []
+        of_states = layout.states(keys, values)
+        names += [_name("states", shape.definitions) for shape in (of_states, layout.halved(of_states)) if shape]
+        sizes = [-(-size // BLOCK) * BLOCK for size in (keys, values)]
+        walks = (tensor_walk(*sizes, int(100 * load), 2048, 100) for load in LOADS)
+        names += dict.fromkeys(_name("backward_tensor", walk.definitions) for walk in walks if walk)
     names += [f"recurrent {max(1, -(-keys // 32))}"]
     plain = plain_walk(keys, torch.float64 if dtype == torch.float64 else torch.float32, False)
     names += [_name("backward", {n: plain.definitions[n] for n in ("LANE_KEYS", "ROWS", "WARPS")})] if plain else []

@@ -87,6 +87,14 @@ def states(keys: int, values: int) -> Layout:
     return Layout(16 * groups, resident, shape)
 
 
+def halved(states: Layout) -> Layout | None:
+    """The same with half the values in a block, if it was alone on its multiprocessor and can be cut in two."""
+    groups = states.definitions["ROW_GROUPS"]
+    if groups % 2 or states.resident > 1:
+        return None
+    return Layout(states.rows // 2, 1, {**states.definitions, "ROW_GROUPS": groups // 2})
+
+
 def span_length(problem: Problem, layout: Layout) -> int:
     """Tokens of a span: whole sequences, unless they leave multiprocessors idle; a multiple of CHUNK."""
     longest, sequences = problem.longest, len(problem.cuts) - 1

@@ -21,8 +21,8 @@ def chunk_states(k, w, beta, g, information, excess_precision, offsets: Tensor |
 
 def write_chunk_states(problem: Problem) -> tuple[Tensor, Tensor]:
     """The same for prepared inputs, K and V padded as there."""
-    heads, keys, values = problem.shape
-    length = layout.span_length(problem, layout.states(keys, values))
+    heads = problem.shape[0]
+    length = layout.span_length(problem, _layout(problem, len(problem.cuts) - 1))
     spans = cut(problem.cuts, length, problem.q.device)
     entry = problem.state if spans.count == spans.sequences else entry_states(problem, spans)
     m, j = (problem.new_state(spans.chunks * heads) for _ in range(2))
@@ -44,10 +44,19 @@ def entry_states(problem: Problem, spans: Spans) -> tuple[Tensor, Tensor]:
     return m, j
 
 
+def _layout(problem: Problem, spans: int) -> layout.Layout:
+    """Blocks of all values; of half of them where twice as many blocks fill the device and no sequence need be cut."""
+    shape = layout.states(*problem.shape[1:])
+    processors = layout._processors(problem.q.device)
+    if not processors < 4 * shape.blocks(problem, spans) <= 2 * processors:
+        return shape
+    return layout.halved(shape) or shape
+
+
 def _run(problem: Problem, spans: Spans, job: int, entry_m, entry_j, m: Tensor, j: Tensor, decay: Tensor | None):
     p, sizes = problem, problem.shape
     if layout.on_tensor_cores(problem):
-        shape = layout.states(*sizes[1:])
+        shape = _layout(problem, spans.count)
         run = compiler.kernel("states", p.device, JOB=job, **shape.definitions)
         arguments = (p.k, p.w, p.beta, p.g, spans.table, entry_m, entry_j, m, j, decay, *sizes)
     else:
