@@ -69,6 +69,6 @@ class Evidence(Mixer):
 
     def _rule_inputs(self, x: Tensor, q: Tensor, k: Tensor, w: Tensor, strength: Tensor, g: Tensor) -> PalimpsaGates:
         evidence = torch.sigmoid(self.beta_up(self.beta_down(x))).unflatten(-1, (self.num_heads, self.value_size))
-        scale = F.softplus(self.b_scale)[:, None].to(evidence.dtype)
-        prior = self.prior_log.to(g.dtype).exp()
-        return PalimpsaGates(q, k, w, evidence * scale * strength, g, prior)
+        # One number per head and token first: one product of the size of w, and one sum over it in the backward.
+        strength = F.softplus(self.b_scale)[:, None].to(evidence.dtype) * strength
+        return PalimpsaGates(q, k, w, evidence * strength, g, self.prior_log.to(g.dtype).exp())

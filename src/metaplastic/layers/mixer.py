@@ -199,7 +199,9 @@ class Mixer(nn.Module):
             scale=self.scale,
             backend=self.backend,
         )
-        o = read.output + self.D.to(values.dtype)[:, None] * values if self.has_residual else read.output
+        o = read.output
+        if self.has_residual:
+            o = torch.addcmul(o, self.D.to(values.dtype)[:, None], values)
         y = self._output(o, output_gate)
         y = y if keep is None else y.masked_fill(~keep[..., None], 0)
         return y, MixerState(convolution, read.state) if keep_state else None

@@ -107,3 +107,12 @@ def segment_sums(g: Tensor) -> Tensor:
     lower = torch.ones(length, length, dtype=torch.bool, device=g.device).tril(-1)
     sums = g[..., :, None].expand(*g.shape, length).where(lower, 0).cumsum(-2)
     return sums.where(lower | torch.eye(length, dtype=torch.bool, device=g.device), -torch.inf)
+
+
+def crossing_sums(terms: Tensor) -> Tensor:
+    """``terms [..., t, s]`` -> ``[..., u]``: the sum over s < u <= t, what the decay of token u acts on.
+
+    Products with triangles of ones: only sums, several times as fast as cumulative ones.
+    """
+    lower = torch.ones(terms.shape[-2:], dtype=terms.dtype, device=terms.device).tril()
+    return (terms @ lower.mT.triu(1) * lower).sum(-2)

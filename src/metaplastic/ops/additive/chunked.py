@@ -12,23 +12,28 @@ states from about sqrt(T / C) checkpoints.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...rules import additive as rule
 from ..chunks import Chunks, chunk_size, segment_sums
 from ..contract import compute_dtype, full_precision, read_offsets
+from ..pieces import Pieces
 from . import check_values
 
 Optional = Tensor | None
 
 
 class _Chunk:
-    """Decays of one chunk. q, k [n, H, C, K], v [n, H, C, V]; g [n, H, C] or [n, H, C, K]; s0 [n, H, V, K]."""
+    """Decays of one chunk. k [n, H, C, K], v [n, H, C, V]; g [n, H, C] or [n, H, C, K]; s0 [n, H, V, K].
 
-    def __init__(self, k: Tensor, v: Tensor, g: Tensor, s0: Tensor):
-        self.k, self.v = k.transpose(1, 2), v.transpose(1, 2)
-        g = g.transpose(1, 2)
-        self.s0, self.per_key = s0, g.dim() == 4
+    ``s0`` may be given later: decays and what is written need none.
+    """
+
+    def __init__(self, k: Tensor, v: Tensor, g: Tensor, s0: Optional = None):
+        self.k, self.v, self.per_key = k, v, g.dim() == 4
+        if s0 is not None:
+            self.s0 = s0
         sums = segment_sums(g.mT if self.per_key else g)  # [n, H, (K,) C, C]
         self.decay = sums.movedim(2, -1).exp() if self.per_key else sums.exp()  # [n, H, C, C, (K)]
         entry = g.cumsum(2).exp()
@@ -36,8 +41,17 @@ class _Chunk:
         tail = self.decay[:, :, -1]
         self.tail = tail if self.per_key else tail[..., None]  # D[end, s]
 
+    @property
+    def last(self) -> Tensor:
+        """How much of the entry state is left at the end, [n, H, 1, K or 1]."""
+        return self.entry[:, :, -1, None]
+
+    def write(self) -> Tensor:
+        """The final state of an empty memory."""
+        return self.v.mT @ (self.k * self.tail)
+
     def final(self) -> Tensor:
-        return self.v.mT @ (self.k * self.tail) + self.s0 * self.entry[:, :, -1, None]
+        return self.write() + self.s0 * self.last
 
     def scores(self, q: Tensor) -> Tensor:
         if self.per_key:
@@ -47,50 +61,40 @@ class _Chunk:
     def read(self, q: Tensor) -> Tensor:
         return self.scores(q) @ self.v + (q * self.entry) @ self.s0.mT
 
+    def read_backward(self, q: Tensor, dy: Tensor) -> Tensor:
+        """The gradient of s0 that its reads give."""
+        return dy.mT @ (q * self.entry)
+
     def backward(self, q: Tensor, dy: Tensor, ds: Tensor) -> tuple[Tensor, ...]:
-        """Gradients of q, k, v, g and s0, given those of the outputs [n, H, C, V] and of the final state."""
+        """Gradients of q, k, v and g, given those of the outputs [n, H, C, V] and of the final state."""
         k, v, s0 = self.k, self.v, self.s0
         d_scores = dy @ v.mT  # [n, H, t, s]
-        dv = self.scores(q).mT @ dy + (k * self.tail) @ ds.mT
         if self.per_key:
+            scores = self.scores(q)
             weighted = d_scores[..., None] * self.decay  # [n, H, t, s, K]
             dq_pairs = torch.einsum("bhtsk,bhsk->bhtk", weighted, k)
             dk_pairs = torch.einsum("bhtsk,bhtk->bhsk", weighted, q)
             pairs = weighted * q[:, :, :, None] * k[:, :, None]
         else:
+            scores = self.scores(q)
             weighted = d_scores * self.decay
             dq_pairs, dk_pairs = weighted @ k, weighted.mT @ q
-            pairs = weighted * (q @ k.mT)
+            pairs = d_scores * scores
+        dv = scores.mT @ dy + (k * self.tail) @ ds.mT
         reads_s0 = (dy @ s0) * self.entry
         end = (v @ ds) * self.tail
-        last = self.entry[:, :, -1, None]
-        dg = self._dg(pairs, reads_s0 * q, end * k, (s0 * ds * last).sum(-2))
-        return dq_pairs + reads_s0, dk_pairs + end, dv, dg, (q * self.entry).mT.matmul(dy).mT + ds * last
+        dg = self._dg(pairs, reads_s0 * q, end * k, (s0 * ds * self.last).sum(-2))
+        return dq_pairs + reads_s0, dk_pairs + end, dv, dg
 
     def _dg(self, pairs: Tensor, reads: Tensor, writes: Tensor, carried: Tensor) -> Tensor:
         """pairs [.., t, s, (K)], reads and writes [.., C, K], carried [.., K] -> [.., C, (K)]."""
-        if not self.per_key:
-            reads, writes, carried = reads.sum(-1), writes.sum(-1), carried.sum(-1)
-        later = pairs.flip(2).cumsum(2).flip(2)  # sum over t >= u
-        crossing = later.cumsum(3).diagonal(offset=-1, dim1=2, dim2=3)  # row u, sum over s <= u - 1
         if self.per_key:
-            crossing = crossing.mT
-        crossing = torch.cat([torch.zeros_like(reads[:, :, :1]), crossing], 2)
+            crosses = crossing(pairs.movedim(-1, 2)).mT
+        else:
+            reads, writes, carried = reads.sum(-1), writes.sum(-1), carried.sum(-1)
+            crosses = crossing(pairs)
         before = torch.cat([torch.zeros_like(writes[:, :, :1]), writes[:, :, :-1].cumsum(2)], 2)
-        return crossing + reads.flip(2).cumsum(2).flip(2) + before + carried[:, :, None]
-
-
-def _prepare(q, k, v, g, mean, cu_seqlens):
-    offsets = read_offsets("additive", cu_seqlens, q.shape[1])
-    dtype = compute_dtype(q)
-    rows = q.shape[0] if offsets is None else len(offsets) - 1
-    heads, key_size, value_size = q.shape[2], q.shape[3], v.shape[3]
-    s = q.new_zeros((rows, heads, value_size, key_size), dtype=dtype) if mean is None else mean.to(dtype).clone()
-    # The pairwise decays are [C, C], or [C, C, K] per key; 32 is the fastest on a CPU, 64 fills an accelerator better.
-    largest = 16 if g.dim() == 4 else 32 if q.device.type == "cpu" else 64
-    size = chunk_size(rows * heads * key_size * (16 if g.dim() == 4 else 1), q.device, largest)
-    qs, *inputs = (x.to(dtype) for x in (q, k, v, g))
-    return offsets, qs, inputs, s, Chunks(q.shape[0], q.shape[1], offsets, size, q.device)
+        return crosses + reads.flip(2).cumsum(2).flip(2) + before + carried[:, :, None]
 
 
 @torch.library.custom_op("metaplastic::additive_chunked", mutates_args=())
