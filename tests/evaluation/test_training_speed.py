@@ -99,6 +99,7 @@ def test_an_unknown_layout():
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore::ImportWarning")  # the library of the fused loss says what it lacks
 @pytest.mark.parametrize("layout", training_speed.LAYOUTS)
 def test_a_step_on_a_device_reads_nothing_from_it(tmp_path, shards, layout):
     """No copy to the host between logs, and a peak that is known."""

@@ -91,11 +91,16 @@ class Chunks:
                 yield first + len(entries) - 1, entries.pop()
 
 
+def budget(device: torch.device) -> int:
+    """Elements of one array of what is computed at once: 2^21 on a CPU, where it should stay in the last cache, 2^26 on
+    an accelerator (256 MB in float32)."""
+    return 1 << (21 if device.type == "cpu" else 26)
+
+
 def chunk_size(elements_per_token: int, device: torch.device, largest: int = 64) -> int:
-    """Tokens per chunk such that one array of this many elements per token stays within 2^21 (CPU: it should stay in
-    the last cache) or 2^26 elements (accelerators: 256 MB in float32); at least 1, at most ``largest``."""
-    budget = 1 << (21 if device.type == "cpu" else 26)
-    return max(1, min(largest, budget // max(1, elements_per_token)))
+    """Tokens per chunk such that one array of this many elements per token stays within :func:`budget`; at least 1, at
+    most ``largest``."""
+    return max(1, min(largest, budget(device) // max(1, elements_per_token)))
 
 
 def segment_sums(g: Tensor) -> Tensor:

@@ -169,7 +169,7 @@ def _mix(
     if not affine:
         border, final = context.border, read.state
         o = hand_on(context.line, o, flat([x if border is None else x.index_select(0, border.leaving) for x in final]))
-    o = o + mixer.D.to(values.dtype)[:, None] * values if mixer.has_residual else o
+    o = torch.addcmul(o, mixer.D.to(values.dtype)[:, None], values) if mixer.has_residual else o
     y = mixer._output(o, output_gate)
     return y if keep is None else y.masked_fill(~keep[..., None], 0), None
 

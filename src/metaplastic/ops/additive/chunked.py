@@ -12,11 +12,10 @@ states from about sqrt(T / C) checkpoints.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ...rules import additive as rule
-from ..chunks import Chunks, chunk_size, segment_sums
+from ..chunks import budget, chunk_size, crossing_sums, segment_sums
 from ..contract import compute_dtype, full_precision, read_offsets
 from ..pieces import Pieces
 from . import check_values
@@ -89,12 +88,27 @@ class _Chunk:
     def _dg(self, pairs: Tensor, reads: Tensor, writes: Tensor, carried: Tensor) -> Tensor:
         """pairs [.., t, s, (K)], reads and writes [.., C, K], carried [.., K] -> [.., C, (K)]."""
         if self.per_key:
-            crosses = crossing(pairs.movedim(-1, 2)).mT
+            crosses = crossing_sums(pairs.movedim(-1, 2)).mT
         else:
             reads, writes, carried = reads.sum(-1), writes.sum(-1), carried.sum(-1)
-            crosses = crossing(pairs)
+            crosses = crossing_sums(pairs)
         before = torch.cat([torch.zeros_like(writes[:, :, :1]), writes[:, :, :-1].cumsum(2)], 2)
         return crosses + reads.flip(2).cumsum(2).flip(2) + before + carried[:, :, None]
+
+
+def _prepare(q, k, v, g, mean, cu_seqlens):
+    offsets = read_offsets("additive", cu_seqlens, q.shape[1])
+    rows = q.shape[0] if offsets is None else len(offsets) - 1
+    heads, key_size, value_size = q.shape[2], q.shape[3], v.shape[3]
+    shape, dtype = (rows, heads, value_size, key_size), compute_dtype(q)
+    s = q.new_zeros(shape, dtype=dtype) if mean is None else mean.to(dtype)
+    # The pairwise decays are [C, C], or [C, C, K] per key; 32 is the fastest on a CPU, 64 fills an accelerator better.
+    keys = key_size if g.dim() == 4 else 1
+    largest = 16 if g.dim() == 4 else 32 if q.device.type == "cpu" else 64
+    size = chunk_size(rows * heads * key_size * (16 if g.dim() == 4 else 1), q.device, largest)
+    of_a_piece = heads * max(value_size * key_size, size * size * keys, size * max(value_size, key_size))
+    most = budget(q.device) // max(1, of_a_piece)
+    return offsets, s, Pieces(q.shape[0], q.shape[1], offsets, size, most, q.device)
 
 
 @torch.library.custom_op("metaplastic::additive_chunked", mutates_args=())
@@ -106,18 +120,18 @@ def apply(
 
 
 def _forward(q, k, v, g, mean, cu_seqlens, scale) -> tuple[Tensor, Tensor]:
-    offsets, qs, inputs, s, chunks = _prepare(q, k, v, g, mean, cu_seqlens)
+    offsets, s, pieces = _prepare(q, k, v, g, mean, cu_seqlens)
     check_values(g, None if offsets is None else int(offsets[-1]))
     if q.shape[1] == 1 and offsets is None:  # decoding: one step needs none of the chunk's machinery
-        final = rule.step(rule.AdditiveState(s), *(x[:, 0] for x in inputs)).mean
-        return (final @ (qs[:, 0] * scale)[..., None])[..., 0][:, None].to(q.dtype), final
-    output = q.new_zeros(v.shape)
-    for c in range(chunks.count):
-        rows = chunks.rows(c)
-        chunk = _Chunk(*[chunks.take(x, c) for x in inputs], s0=s[rows])
-        chunks.put(output, c, chunk.read(chunks.take(qs, c).transpose(1, 2) * scale).transpose(1, 2))
-        s[rows] = chunk.final()
-    return output, s
+        query, *inputs = (x[:, 0].to(s.dtype) for x in (q, k, v, g))
+        final = rule.step(rule.AdditiveState(s), *inputs).mean
+        return (final @ (query * scale)[..., None])[..., 0][:, None].to(q.dtype), final
+    output, s = q.new_zeros(v.shape), pieces.ordered(s)
+    for group in pieces.groups():
+        chunk = _Chunk(*(group.take(x, s.dtype) for x in (k, v, g)))
+        chunk.s0 = group.scan(chunk.write(), chunk.last, s)
+        group.put(output, chunk.read(group.take(q, s.dtype) * scale))
+    return output, pieces.restored(s)
 
 
 @apply.register_fake
@@ -136,23 +150,27 @@ def _backward(
 
 
 def _gradients(d_output, d_mean, q, k, v, g, mean, cu_seqlens, scale):
-    _, qs, inputs, s, chunks = _prepare(q, k, v, g, mean, cu_seqlens)
-    ds = torch.zeros_like(s) if d_mean is None else d_mean.to(s.dtype).clone()
+    _, s, pieces = _prepare(q, k, v, g, mean, cu_seqlens)
+    s, dtype = pieces.ordered(s), s.dtype
+    ds = torch.zeros_like(s) if d_mean is None else pieces.ordered(d_mean.to(dtype))
     grads = [x.new_zeros(x.shape) for x in (q, k, v, g)]
-
-    def advance(c: int, entry: list[Tensor]) -> list[Tensor]:
-        return [_Chunk(*(chunks.take(x, c) for x in inputs), *entry).final()]
-
-    for c, entry in chunks.walk_back([s], advance):
-        rows = chunks.rows(c)
-        chunk = _Chunk(*(chunks.take(x, c) for x in inputs), *entry)
-        dy = chunks.take(d_output, c).to(s.dtype).transpose(1, 2)
-        dq, *others, ds_entry = chunk.backward(chunks.take(qs, c).transpose(1, 2) * scale, dy, ds[rows])
+    groups, before = list(pieces.groups()), []
+    for group in groups:
+        before.append(s)
+        if group is not groups[-1]:
+            s = s.clone()
+            chunk = _Chunk(*(group.take(x, dtype) for x in (k, v, g)))
+            group.scan(chunk.write(), chunk.last, s)
+    for group in reversed(groups):
+        chunk = _Chunk(*(group.take(x, dtype) for x in (k, v, g)))
+        chunk.s0 = group.scan(chunk.write(), chunk.last, before.pop())
+        query, dy = group.take(q, dtype) * scale, group.take(d_output, dtype)
+        d_end = group.scan_back(chunk.read_backward(query, dy), chunk.last, ds)
+        dq, *others = chunk.backward(query, dy, d_end)
         for out, value in zip(grads, (dq * scale, *others), strict=True):
-            chunks.put(out, c, value.transpose(1, 2))
-        ds[rows] = ds_entry
+            group.put(out, value)
     dq, dk, dv, dg = grads
-    return dq, dk, dv, dg, ds
+    return dq, dk, dv, dg, pieces.restored(ds)
 
 
 @_backward.register_fake
