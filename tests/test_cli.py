@@ -436,16 +436,34 @@ def test_train_offers_every_setting_with_its_default():
             assert offered[field.name].default is None and field.default == ()
         elif field.name != "max_bytes":
             assert offered[field.name].default == field.default, field.name
-    beside = {"context", "output", "overwrite", "recipe"}
+    beside = {"context", "output", "overwrite", "tokens_per_step"}
     assert set(offered) - {field.name for field in dataclasses.fields(TrainConfig)} == beside
 
 
-def test_a_recipe_is_a_run_that_options_change(command, texts, tmp_path):
+def test_a_recipe_is_a_run_that_options_change(command, texts, tmp_path, monkeypatch):
     few = ["--steps", 1, "--warmup", 0, "--block-length", 32, "--batch-size", 2, "--accumulation", 1, "--held-out", 0.5]
     code, _, err = command("train", texts, "--recipe", "palimpsa_d_additive-debug", *few, "-o", tmp_path / "run")
     assert code == 0, err
     run = json.loads((tmp_path / "run" / "results.json").read_text())["settings"]
     assert (run["mixer"], run["hidden_size"], run["heads"]) == ("palimpsa_d_additive", 64, 4)  # the recipe's
     assert (run["steps"], run["block_length"], run["held_out"]) == (1, 32, 0.5)  # what was given
+    assert run["recipe"] == "palimpsa_d_additive-debug"
+    tokens = ("--recipe", "palimpsa_d_additive-debug", *few[:-4], "--held-out", 0.5, "--tokens-per-step")
+    assert command("train", texts, *tokens, 128, "-o", tmp_path / "tokens")[0] == 0
+    assert json.loads((tmp_path / "tokens" / "results.json").read_text())["settings"]["accumulation"] == 2
+    with monkeypatch.context() as patch:
+        runs = []
+        patch.setattr(
+            "metaplastic.training.train", lambda config, *_, **__: runs.append(config) or {"measurements": {}}
+        )
+        with pytest.raises(KeyError):  # nothing was measured
+            command("train", texts, "--tokens-per-step", 192, "--block-length", 32, "--batch-size", 2)
+        assert runs[0].accumulation == 3
+    for given in (("--recipe", "mamba2-debug"), ()):
+        shape = ("--block-length", 32, "--batch-size", 2, "--tokens-per-step", 100)
+        code, _, err = command("train", texts, *given, *shape, "-o", tmp_path / "other")
+        assert code == 2 and "batch_size: got 2 rows of block_length 32, but" in one_line(err)
+        code, _, err = command("train", texts, *given, *shape, "--accumulation", 1, "-o", tmp_path / "other")
+        assert code == 2 and "tokens_per_step: got 100, and accumulation too" in one_line(err)
     code, _, err = command("train", texts, "--recipe", "palimpsa_d-debug-from-ablation", "-o", tmp_path / "other")
     assert code == 2 and "model: recipe palimpsa_d-debug-from-ablation goes on from" in one_line(err)

@@ -36,7 +36,11 @@ def test_from_text_to_a_model(command, lines, tmp_path):  # noqa: F811
         assert re.search(rf"{split} +│ {counts[split]['documents']} documents, {counts[split]['tokens']:,} tokens", out)
     assert sum(count["documents"] for count in counts.values()) == 60 and len(index["shards"]) > 1
     code, again, err = command(*arguments, "--shard-tokens", 400, "-o", tmp_path / "shards")
-    assert (code, again, err) == (0, out, "")  # finished: nothing to do
+    assert code == 0 and one_line(err).endswith("shards holds these shards, finished: nothing to do")
+    assert "Tokenised" in out and again.splitlines() == [
+        "Shards".ljust(len(again.splitlines()[0])),
+        *out.splitlines()[1:],
+    ]
 
     code, out, err = command("data", "show", tmp_path / "shards", "--documents", 2, "--check")
     assert (code, err) == (0, "")
@@ -71,6 +75,32 @@ def test_a_dataset_is_tokenised(command, lines, tmp_path):  # noqa: F811
     text = (tmp_path / "shards" / "00000.train.tokens").read_bytes()[::2].decode("latin-1")
     assert text.startswith(json.loads(lines.read_text().splitlines()[0])["body"] + "\0")  # 256 ends a document
     assert str(tmp_path) not in (tmp_path / "shards" / "index.json").read_text()
+
+
+def test_few_documents_are_noticed_before_the_work(command, tmp_path, monkeypatch):  # noqa: F811
+    """By their number alone, where every file is one: what can be done has a name."""
+    (tmp_path / "large.txt").write_text("the memory knows what it holds\n" * 9)
+
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    arguments = ["data", "tokenise", tmp_path / "large.txt", "-o", tmp_path / "shards"]
+    with monkeypatch.context() as patch:
+        patch.setattr(tokenising, "_tokenise", interrupt)
+        code, _, err = command(*arguments)
+    assert code == 130 and err.startswith(
+        "warning: 1 file is 1 document, of which 0.01 are for evaluation: probably none will be held out; "
+        "give more files, --separator to split them into documents, or a larger --held-out\n"
+    )
+    code, _, err = command(*arguments)
+    early, late = err.splitlines()
+    assert code == 0 and early.startswith("warning: 1 file is 1 document")
+    assert late == (
+        "warning: no document is held out: to train on this, "
+        "give more files, --separator to split them into documents, or a larger --held-out"
+    )
+    code, _, err = command(*arguments[:-1], tmp_path / "lines", "--separator", "\n", "--held-out", 0.99)
+    assert "1 file is 1 document" not in err
 
 
 @pytest.mark.parametrize(

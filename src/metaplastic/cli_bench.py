@@ -78,6 +78,9 @@ def bench_training(
     bf16: Annotated[bool, typer.Option(help="Matrix products in bfloat16.")] = True,
     data: Annotated[str | None, typer.Option(help="Shards to read. None: the standard library's texts.")] = None,
     peers: Annotated[bool, typer.Option(help="On flash-linear-attention's kernels too, where they run.")] = True,
+    peak_flops: Annotated[
+        float | None, typer.Option(help="FLOP/s of the device, for the MFU. None: of its bf16 products, if known.")
+    ] = None,
 ) -> None:
     """An optimiser step of the real Trainer: tokens per second, MFU, peak memory, and what makes the host wait."""
     make_folder(output)
@@ -89,7 +92,7 @@ def bench_training(
 
     models = {name: find(name).network() for name in recipe or TRAINED}
     models = training_speed.with_peers(models) if peers and bf16 else models
-    step = training_speed.Setting(batch, length, repetitions, bf16, checkpointing, loss)
+    step = training_speed.Setting(batch, length, repetitions, bf16, checkpointing, loss, peak_flops)
     measured, path = {}, output / "results.json"
     layouts = tuple(layout or training_speed.LAYOUTS)
     for name, found in training_speed.bench_training(models, output, step, layouts=layouts, data=data):

@@ -1,6 +1,7 @@
 """``metaplastic data``: tokenise once, train a tokenizer, look at what was tokenised."""
 
 import logging
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -47,32 +48,44 @@ def tokenise(
 ) -> None:
     """Tokenise text to a folder of shards. Run it again to go on after an interruption."""
     quiet_transformers()
-    from .tasks import tokenising
+    from .tasks import documents, shards, tokenising
 
     source = _source(paths, separator, dataset, dataset_config, dataset_revision, split, text_column)
     settings: dict[str, Any] = {"held_out": held_out, "shard_tokens": shard_tokens, "workers": workers}
+    finished = (output / shards.INDEX).is_file()
+    more = "give more documents or a larger --held-out"
+    if dataset is None and separator is None:
+        more = "give more files, --separator to split them into documents, or a larger --held-out"
+    reads_by = _tokenizer(tokenizer)  # what is wrong with it is found first
+    if not finished and (few := documents.few_documents(source, held_out)):
+        logger.warning("warning: %s: probably none will be held out; %s", few, more)
     with _bar() as bar:
-        task = bar.add_task("tokenising", total=None, said="")
+        task, first = bar.add_task("tokenising", total=None, said=""), []
 
-        def report(documents: int, tokens: int) -> None:
-            done, total = source.progress
-            bar.update(task, completed=done, total=total, said=f"{documents:,} documents, {tokens:,} tokens")
+        def report(written: int, tokens: int) -> None:
+            now, (done, total) = time.perf_counter(), source.progress
+            said = f"{written:,} documents, {tokens:,} tokens"
+            if first:  # what was there before this call is no speed of it
+                said += f", {(tokens - first[1]) / max(now - first[0], 1e-9):,.0f} tokens/s"
+            else:
+                first.extend((now, tokens))
+            bar.update(task, completed=done, total=total, said=said)
 
         try:
-            index = tokenising.write_shards(
-                source, source.origin, _tokenizer(tokenizer), output, report=report, **settings
-            )
+            index = tokenising.write_shards(source, source.origin, reads_by, output, report=report, **settings)
         except KeyboardInterrupt:
             logger.warning("interrupted: the same command goes on from the last whole shard in %s", output)
             raise
     counts = tokenising.counts(index)
     train, held = (counts[split]["documents"] for split in ("train", "held_out"))
     if not held:
-        logger.warning("warning: no document is held out: to train on this, give more documents or a larger --held-out")
+        logger.warning("warning: no document is held out: to train on this, %s", more)
     elif train < held:
         left = f"{train:,} of {train + held:,} documents are" if train else "no document is"
         logger.warning("warning: %s left to train on: a smaller --held-out leaves more", left)
-    print_table("Tokenised", *_rows(index, counts), ("folder", str(output)))
+    if finished:
+        logger.warning("%s holds these shards, finished: nothing to do", output)
+    print_table("Shards" if finished else "Tokenised", *_rows(index, counts), ("folder", str(output)))
 
 
 @data.command("tokenizer")

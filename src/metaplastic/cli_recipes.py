@@ -33,11 +33,16 @@ def plan(
     gpus: int = 8,
     tokens_per_step: Annotated[int | None, typer.Option(help="None: the recipe's.")] = None,
     block_length: Annotated[int | None, typer.Option(help="Tokens of a row. None: the recipe's.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Rows at once, at most. None: the recipe's.")] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Rows that a process takes at once, at most, as in train. None: the recipe's.")
+    ] = None,
     parallel: Annotated[str, typer.Option(help="ddp or fsdp2.")] = "ddp",
     context_parallel: Annotated[int, typer.Option(help="GPUs that share a row.")] = 1,
     checkpointing: Annotated[str | None, typer.Option(help="none, full or selective. None: the recipe's.")] = None,
-    loss: Annotated[str, typer.Option(help="plain or fused.")] = "plain",
+    loss: Annotated[
+        str,
+        typer.Option(help="auto, fused or plain. auto: what train does on a CUDA device with flash-linear-attention."),
+    ] = "auto",
     memory: Annotated[float, typer.Option(help="GB of a GPU.")] = 80,
     peak: Annotated[float, typer.Option(help="Dense bf16 TFLOP/s of a GPU.")] = 989,
     efficiency: Annotated[float, typer.Option(help="Assumed share of the peak.")] = 0.4,
@@ -51,12 +56,18 @@ def plan(
     from .recipes.language import find
 
     found = find(recipe)
-    length = block_length or found.settings["block_length"]
-    rows, left = divmod(tokens_per_step or found.scale.tokens_per_step, length)
-    if left or not rows:
-        raise ValueError(f"tokens_per_step: expected a multiple of rows of {length:,} tokens, got {left:,} beyond one")
+    length = found.settings["block_length"] if block_length is None else block_length
+    if length < 1:
+        raise ValueError(f"block_length must be >= 1, got {length}")
+    tokens = found.scale.tokens_per_step if tokens_per_step is None else tokens_per_step
+    rows, left = divmod(tokens, length)
+    if left or rows < 1:
+        raise ValueError(f"tokens_per_step: expected a multiple of rows of {length:,} tokens, got {tokens:,}")
     cluster = Cluster(gpus, node, inside * 1e9, between * 1e9, memory * 1e9, peak * 1e12, efficiency)
-    at_once = batch_size or found.settings["batch_size"]
-    again = checkpointing or found.settings.get("checkpointing", "none")
+    at_once = found.settings["batch_size"] if batch_size is None else batch_size
+    if at_once < 1:
+        raise ValueError(f"batch_size must be >= 1, got {at_once}")
+    found.accumulation(length, at_once, tokens)  # train would refuse what does not divide it
+    again = found.settings.get("checkpointing", "none") if checkpointing is None else checkpointing
     step = Step(rows, length, at_once, parallel, context_parallel, again, loss)
-    print_table(f"{recipe} on {gpus:,} GPUs", *plan_rows(found.network(), cluster, step))
+    print_table(f"{recipe} on {gpus:,} GPU{'' if gpus == 1 else 's'}", *plan_rows(found.network(), cluster, step))

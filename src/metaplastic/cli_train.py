@@ -54,6 +54,9 @@ def train(
     block_length: Annotated[int, typer.Option(help="Tokens of one row of a batch.")] = 256,
     batch_size: int = 16,
     accumulation: Annotated[int, typer.Option(help="Batches per optimiser step.")] = 1,
+    tokens_per_step: Annotated[
+        int | None, typer.Option(help="Instead of accumulation: tokens of an optimiser step; a recipe's steps follow.")
+    ] = None,
     steps: int = 300,
     learning_rate: float = 3e-3,
     warmup: Annotated[int, typer.Option(help="Steps of rising learning rate.")] = 20,
@@ -101,15 +104,23 @@ def train(
     from .training import TrainConfig, last_checkpoint, train
 
     output, overwrite = arguments.pop("output"), arguments.pop("overwrite")
-    del arguments["context"], arguments["recipe"]
+    del arguments["context"], arguments["recipe"], arguments["tokens_per_step"]
     arguments["files"], arguments["report_to"] = tuple(files or ()), tuple(report_to or ())
-    if recipe is None:
-        config = TrainConfig(**arguments)
-    else:
-        from .recipes.language import recipe as named
+    given = {name for name in arguments if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"}
+    if recipe is not None:
+        from .recipes.checks import begin
 
-        given = {name for name in arguments if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"}
-        config = named(recipe, **{name: arguments[name] for name in given})
+        config = begin(recipe, {name: arguments[name] for name in given}, tokens_per_step)
+    else:
+        if tokens_per_step is not None:
+            from .recipes.language import accumulation as often
+
+            if "accumulation" in given:
+                raise ValueError(
+                    f"tokens_per_step: got {tokens_per_step:,}, and accumulation too: leave out one of them"
+                )
+            arguments["accumulation"] = often(tokens_per_step, block_length, batch_size)
+        config = TrainConfig(**arguments)
     try:
         result = train(config, output, overwrite=overwrite)["measurements"]
     except KeyboardInterrupt:

@@ -22,9 +22,9 @@ def test_a_wrong_configuration_is_found_and_blocked(monkeypatch):
     """Only the failing configuration is blocked; auto avoids it; a repaired one comes back."""
     monkeypatch.setattr(accuracy, "CASES", accuracy.CASES[:1])
     module = importlib.import_module("metaplastic.ops.additive.chunked")
-    right = module._Chunk.final
+    right = module._Chunk.write
     monkeypatch.setattr(
-        module._Chunk, "final", lambda self: right(self) * (1.01 if self.s0.dtype == torch.float32 else 1)
+        module._Chunk, "write", lambda self: right(self) * (1.01 if self.v.dtype == torch.float32 else 1)
     )
     checks = {c.configuration: c for c in doctor.check_backends()}
     assert checks["additive/chunked/cpu/float32"].status == "FAILED"
@@ -33,7 +33,7 @@ def test_a_wrong_configuration_is_found_and_blocked(monkeypatch):
     assert checks["palimpsa/chunked/cpu/float32"].status == "ok"
     assert dispatch.reason_against("additive", "chunked", "cpu", torch.float32)
     assert dispatch.reason_against("additive", "chunked", "cpu", torch.float64) is None
-    monkeypatch.setattr(module._Chunk, "final", right)
+    monkeypatch.setattr(module._Chunk, "write", right)
     assert all(c.status != "FAILED" for c in doctor.check_backends())
     assert dispatch.reason_against("additive", "chunked", "cpu", torch.float32) is None
 

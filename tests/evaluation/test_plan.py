@@ -10,6 +10,7 @@ import torch
 
 from metaplastic.evaluation import memory
 from metaplastic.evaluation.plan import Cluster, Step, context_bytes, plan, plan_rows
+from metaplastic.evaluation.words import digits
 from metaplastic.layers import MIXERS
 from metaplastic.models import MetaplasticConfig, MetaplasticForCausalLM, size
 from metaplastic.models.checkpointing import checkpoint_activations
@@ -82,7 +83,7 @@ def test_selective_checkpointing(name):
 def test_a_whole_step(checkpointing):
     """Weights, gradients and averages to the byte; what waits within 2%."""
     model = MetaplasticForCausalLM(config("palimpsa_d_additive")).train()
-    found = plan(model.config, Cluster(1), Step(BATCH, LENGTH, BATCH, checkpointing=checkpointing))
+    found = plan(model.config, Cluster(1), Step(BATCH, LENGTH, BATCH, checkpointing=checkpointing, loss="plain"))
     checkpoint_activations(model, checkpointing)
     ids, outputs = torch.randint(0, 97, (BATCH, LENGTH)), []
     kept = waiting(model, lambda: outputs.append(model(ids, labels=ids, use_cache=False)) or outputs)
@@ -128,6 +129,30 @@ def test_what_is_sent():
     assert "too much" in "".join(words) and words["a step"] == "16 rows of 256 = 4,096 tokens"
 
 
+def test_the_loss_is_what_a_device_would_do():
+    """Fused where the vocabulary is larger than the width, with nothing kept for it."""
+    for vocabulary, form in ((97, "fused"), (64, "plain")):
+        network = config("mamba2", vocab_size=vocabulary)
+        auto, given = (plan(network, Cluster(1), Step(2, LENGTH, 2, loss=loss)) for loss in ("auto", form))
+        assert auto == given and auto.loss == form
+        assert ("output layer and loss" in auto.memory) == (form == "plain")
+        words = dict(plan_rows(network, Cluster(1), Step(2, LENGTH, 2)))
+        assert words["loss"] == f"{form} (what auto chooses on CUDA)"
+    assert dict(plan_rows(network, Cluster(1), Step(2, LENGTH, 2, loss="plain")))["loss"] == "plain"
+
+
+def test_numbers_are_for_people():
+    """No exponents, one unit in what adds up, one row is one, and nothing sent is not told."""
+    for gpus, rows, length in ((1, 1, LENGTH), (8, 64, 2**18), (1, 4, 8)):
+        words = dict(plan_rows(config("palimpsa_d"), Cluster(gpus, peak=1e12), Step(rows, length, 1)))
+        assert not re.search(r"\de[+-]", " ".join(words.values()))
+        parts = [value for name, value in words.items() if name.startswith("  ") and "ms" not in value]
+        assert len({value.split()[1] for value in [*parts, words["memory of a GPU"]]}) == 1
+        assert ("communication" in words) == (gpus > 1)
+        assert words["of a GPU"].startswith("1 row at once, ")
+    assert [digits(value) for value in (1070, 0.01546, 25, 17_580.0, 0)] == ["1,070", "0.0155", "25.0", "17,600", "0"]
+
+
 @pytest.mark.parametrize("name", [name for name in MIXERS if name != "attention"])
 def test_states_are_those_of_the_layers(name):
     mixer = MetaplasticForCausalLM(config(name)).model.layers[0].mixer
@@ -141,13 +166,13 @@ def test_what_cannot_be_planned():
         plan(network, Cluster(8), Step(4, LENGTH, 1))
     with pytest.raises(ValueError, match="context_parallel: got 3 of 8 GPUs, expected a divisor"):
         plan(network, Cluster(8), Step(4, LENGTH, 1, context_parallel=3))
-    with pytest.raises(ValueError, match="context_parallel: a Attention cannot be cut"):
+    with pytest.raises(ValueError, match="context_parallel: Attention layers cannot be cut"):
         plan(config("attention"), Cluster(8), Step(4, LENGTH, 1, context_parallel=2))
     with pytest.raises(ValueError, match="parallel must be one of ddp, fsdp2, got 'tp'"):
         Step(4, LENGTH, 1, "tp")
     with pytest.raises(ValueError, match="context_parallel must be >= 1, got 0"):
         Step(4, LENGTH, 1, context_parallel=0)
-    with pytest.raises(ValueError, match="gpus must be > 0, got 0"):
+    with pytest.raises(ValueError, match="gpus must be > 0 and finite, got 0"):
         Cluster(0)
 
 
@@ -165,3 +190,26 @@ def test_the_page_says_what_is_counted():
             block.mlp = None
         whole = memory.block_bytes(block, 4096)
         assert re.search(rf"\| `{mixer}` \| .* \| {whole / 1000:.1f} KB \|", page), (mixer, whole)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--tokens-per-step 0", "tokens_per_step: expected a multiple of rows of 4,096 tokens, got 0"),
+        ("--tokens-per-step=-4096", "tokens_per_step: expected a multiple of rows of 4,096 tokens, got -4,096"),
+        ("--block-length 0", "block_length must be >= 1, got 0"),
+        ("--batch-size 0", "batch_size must be >= 1, got 0"),
+        ("--checkpointing=", "checkpointing must be one of none, full, selective, got ''"),
+        ("--gpus 8192 --context-parallel 8192", "in 8,192 shards, expected at least 3 tokens in each"),
+        ("--peak inf", "peak must be > 0 and finite, got inf"),
+        ("--efficiency 40", "efficiency must be a share of the peak, at most 1, got 40"),
+        ("--batch-size 1000000000000", "batch_size"),
+    ],
+)
+def test_what_is_no_plan_is_an_error_that_names_it(options, said):
+    from typer.testing import CliRunner
+
+    from metaplastic.cli import app
+
+    result = CliRunner().invoke(app, ["plan", "--recipe", "palimpsa_d-760M", *options.split()])
+    assert isinstance(result.exception, ValueError) and said in str(result.exception)

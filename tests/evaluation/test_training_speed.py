@@ -1,6 +1,7 @@
 """``bench training`` on a CPU, at the size of a toy: what it measures, and that it sees what makes a host wait."""
 
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -28,7 +29,7 @@ def test_the_command(tmp_path, monkeypatch, shards):
     monkeypatch.setattr(training_speed, "SECONDS", 0.1)
     arguments = ["training", "--recipe", "palimpsa_d_additive-debug", "--batch", "2", "--length", "32", "--layout"]
     arguments += ["packed", "--repetitions", "2", "--checkpointing", "full", "--data", str(shards)]
-    arguments += ["--output", str(tmp_path)]
+    arguments += ["--output", str(tmp_path), "--peak-flops", "1e11"]
     shown = CliRunner().invoke(bench, arguments, env={"COLUMNS": "160"})
     assert shown.exit_code == 0, shown.output
     record = json.loads((tmp_path / "results.json").read_text())
@@ -39,14 +40,15 @@ def test_the_command(tmp_path, monkeypatch, shards):
     assert found["tokens per second"] == pytest.approx(2 * 32 / found["ms"] * 1e3)
     assert found["least ms"] <= found["ms"] <= found["most ms"]
     assert found["model FLOP/s"] == pytest.approx(model_flops(size(config), 0) * found["tokens per second"])
-    assert ("MFU" in found) == ("peak FLOP/s" in found)
+    assert found["MFU"] == pytest.approx(found["model FLOP/s"] / 1e11) and found["peak FLOP/s"] == 1e11
     assert found[training_speed.LOADER] == pytest.approx(read["tokens per second"] / found["tokens per second"])
-    # Values are read on a CPU, where that waits for nothing: those of the operators' checks, by where.
-    counts = found["waits"]["counts"]
-    assert counts[SCALAR] > 0 and counts["Memcpy DtoH"] == 0
-    assert any("metaplastic/ops/contract.py" in place for place in found["waits"]["where"])
-    assert not any(place.split(": ")[1].startswith("/") for place in found["waits"]["where"])
+    # On a CPU nothing waits for a device, and there is no word of what only a GPU has; nor an exponent.
+    assert "waits" not in found and "peak memory GB" not in found
+    assert not re.search(r"DtoH|in a step|peak memory|\de[+-]\d", shown.output)
+    assert f"tokens per second              │ {found['tokens per second']:,.0f} " in shown.output
     html = (tmp_path / "index.html").read_text()
+    assert "tokens_per_second.png" in {file.name for file in tmp_path.iterdir()} and "<figure>" in html
+    assert "peak memory" not in html and not re.search(r"<td.*\de[+-]\d", html.split("<details>")[0])
     assert "palimpsa_d_additive-debug, packed" in html and "additive_chunked" in html
     assert "tokens per second" in shown.output and "checkpointing full" in shown.output
 
@@ -61,7 +63,7 @@ def profiled(run):
     return clock
 
 
-def test_a_step_is_seen_as_it_is():
+def test_a_step_is_seen_as_it_is(capfd):
     """Reading a scalar is counted as often as it is done; the backend is the one whose operator was called."""
     inputs = {name: x.detach() for name, x in operator_inputs("palimpsa", 1, 4, 2, 3, 4).items()}
     config = find("palimpsa_d-debug").network()
@@ -75,6 +77,12 @@ def test_a_step_is_seen_as_it_is():
     assert few.backends(config) == ["palimpsa_chunked"]
     assert len(few.seconds()) == 1 and few.seconds()[0] > 0
     assert profiled(lambda: None).waits()["where"] == {}
+    # Values are read on a CPU, where that waits for nothing: those of the operators' checks, by where.
+    where, counts = few.waits()["where"], few.waits()["counts"]
+    assert counts[SCALAR] > 0 and counts["Memcpy DtoH"] == 0
+    assert any("metaplastic/ops/contract.py" in place for place in where)
+    assert not any(place.split(": ")[1].startswith("/") for place in where)
+    assert "USDT" not in capfd.readouterr().err
 
 
 def test_rows_have_real_borders(shards):
@@ -91,6 +99,12 @@ def test_rows_have_real_borders(shards):
             seen += token - begun + 1
     assert rows.seen("packed") == pytest.approx(seen / 3 / 4096)
     assert rows.seen("rows") == (4096 + 1) / 2
+
+
+def test_bad_settings():
+    for name, value in (("peak_flops", 0.0), ("batch", 0), ("repetitions", 0)):
+        with pytest.raises(ValueError, match=f"{name} must be >=? ?[01].*, got {value}"):
+            Setting(**{name: value})
 
 
 def test_an_unknown_layout():

@@ -127,11 +127,15 @@ def test_what_cannot_be_fused_says_why(monkeypatch):
     with (
         torch.autocast("cpu", torch.bfloat16),
         pytest.raises(
-            ValueError, match="cannot be here: fla runs on cuda.*; torch returns the loss itself in bfloat16"
+            ValueError,
+            match="cannot be here: fla runs on cuda.*; torch returns the loss itself in bfloat16; expected 'plain', or",
         ),
     ):
         model(ids, labels=ids)
-    monkeypatch.delattr(torch.nn, "LinearCrossEntropyOptions", raising=False)
+    monkeypatch.setattr(torch.nn, "LinearCrossEntropyOptions", object, raising=False)
+    with pytest.raises(ValueError, match=r"expected 'plain', or 'auto', which chooses, or float32 \(no bf16\)$"):
+        loss.backend("fused", model.lm_head, "cpu", torch.bfloat16)
+    monkeypatch.delattr(torch.nn, "LinearCrossEntropyOptions")
     with pytest.raises(ValueError, match=r"torch needs PyTorch 2\.13, and this is"):
         model(ids, labels=ids)
     with pytest.raises(RuntimeError, match=r"ops\.cross_entropy: backend 'torch' needs PyTorch 2\.13"):

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from metaplastic.models import MetaplasticConfig, MetaplasticForCausalLM
 from metaplastic.models.checkpointing import checkpoint_activations
 from metaplastic.tasks.text import collate_packed
-from metaplastic.training import MetaplasticTrainer, TrainConfig, saving, train, training_arguments
+from metaplastic.training import MetaplasticTrainer, TrainConfig, interrupt, saving, train, training_arguments
 from metaplastic.training.context import context_group, parallelise_context, shard
 from metaplastic.training.exchange import Line
 from metaplastic.training.parallel import sharding
@@ -31,6 +31,7 @@ from .rows import packed_rows, weights_of
 SENTENCE = "the memory knows how sure it is of what it holds and forgets what it must when the next word comes"
 MEMORIES = ("palimpsa_d", "palimpsa_m", "palimpsa_d_additive", "mamba2", "gated_deltanet", "bayesian")
 STEPPED = ("palimpsa_d", "bayesian")
+SIGNALS = {"Ctrl-C": signal.SIGINT, "SIGTERM": signal.SIGTERM}
 LENGTH = 23
 SHARDS = 3  # or no decay of a shard would matter
 PACKINGS = {  # where sequences begin, cut at 7 and 15: across both, at one, empty ones, a tail of no sequence
@@ -139,6 +140,19 @@ def _gradients(model: MetaplasticForCausalLM) -> dict[str, torch.Tensor]:
     return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
 
 
+def interrupted(folder: Path, name: str, number: int) -> None:
+    """A run in whose third step a signal comes to the second process alone, and which looks at every step for it."""
+    original = MetaplasticTrainer.training_step
+
+    def training_step(self, *args):
+        if self.state.global_step == 2 and self.args.process_index == 1:
+            os.kill(os.getpid(), number)
+        return original(self, *args)
+
+    MetaplasticTrainer.training_step, interrupt.SECONDS = training_step, 0.0
+    train(tiny(folder / "texts", save_every=0), folder / name)
+
+
 class Stopped(Exception):
     pass
 
@@ -181,6 +195,10 @@ def fork(function, *arguments, environment: dict[str, str] | None = None, **opti
         os.environ.update(environment or {})
         function(*arguments, **options)
         code = 0
+    except SystemExit as end:
+        code = int(end.code or 0)
+    except KeyboardInterrupt:
+        code = 130
     except BaseException:
         traceback.print_exc()
     finally:
@@ -218,6 +236,8 @@ def quick(folder: Path) -> None:
     well(wait(stopped, ended))
     well(pair(run, folder, "one, then two", parallel="fsdp2"))
     well(pair(run, folder, "context", context_parallel=2))
+    for name, number in SIGNALS.items():
+        (folder / f"{name}.codes").write_text(repr(pair(interrupted, folder, name, number)))
 
 
 def killed(folder: Path) -> None:

@@ -150,6 +150,8 @@ def test_a_final_model_that_cannot_be_saved_leaves_the_checkpoint(tiny, unfinish
 def test_a_fault_of_ours_is_not_taken_for_a_full_disk(tmp_path):
     with pytest.raises(RuntimeError, match="mat1 and mat2"), saving("x", tmp_path):
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+    with pytest.raises(OSError, match=r"output: x could not be saved .*No space left"), saving("x", tmp_path):
+        raise Exception("No space left on device (os error 28)")  # as tokenizers raises it
 
 
 # Runs that have ended

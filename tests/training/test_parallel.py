@@ -12,7 +12,8 @@ from filelock import FileLock
 from safetensors.torch import load_file
 
 from metaplastic.training import TrainConfig
-from metaplastic.training.checkpoint import checkpoints, step_of
+from metaplastic.training.checkpoint import check_seal, checkpoints, step_of
+from metaplastic.training.folder import identity, read_run
 from metaplastic.training.parallel import NOBODY, Shared, share
 
 from .parallel_jobs import MEMORIES, PACKINGS, STEPPED
@@ -169,6 +170,25 @@ def test_a_checkpoint_of_several_processes_is_one_of_one(found):
     for number, state in one["state"].items():
         for name, value in state.items():
             torch.testing.assert_close(two["state"][number][name], value, rtol=1e-4, atol=1e-8)
+
+
+@pytest.mark.parametrize(("name", "code"), [("Ctrl-C", 130), ("SIGTERM", 143)])
+def test_a_signal_to_one_of_two_processes_ends_both_after_the_same_step(found, name, code):
+    assert (found / f"{name}.codes").read_text() == repr([code, code])
+    (checkpoint,) = checkpoints(found / name)
+    assert step_of(checkpoint) == 3
+    check_seal(checkpoint, identity(read_run(found / name)))
+    assert not (found / name / "final").exists()
+
+
+def test_results_say_how_many_processes_there_were(found):
+    for name, processes, parallel, context in (("one", 1, None, 1), ("context", 2, "ddp", 2)):
+        settings = json.loads((found / name / "results.json").read_text())["settings"]
+        assert (settings["processes"], settings["parallel"], settings["context_parallel"]) == (
+            processes, parallel, context,
+        )  # fmt: skip
+    assert "| processes | 2 (ddp), 2 to a row |" in (found / "context" / "final" / "README.md").read_text()
+    assert "| processes | 1 |" in (found / "one" / "final" / "README.md").read_text()
 
 
 @pytest.mark.slow

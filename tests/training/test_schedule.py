@@ -55,6 +55,15 @@ def test_each_schedule_in_closed_form(least):
     assert rates(config(schedule="constant"))[WARMUP:] == [1.0] * (STEPS + 1 - WARMUP)
 
 
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "constant"])
+@pytest.mark.parametrize("warmup", [STEPS, STEPS + 5])
+def test_nothing_but_warm_up(schedule, warmup):
+    least = 0.0 if schedule == "constant" else 0.1
+    found = rates(config(schedule=schedule, minimum_rate=least, warmup=warmup, cooldown=None))[:STEPS]
+    start = least if schedule == "wsd" else 0.0
+    assert found == pytest.approx([start + (1 - start) * step / warmup for step in range(STEPS)], abs=1e-12)
+
+
 def test_the_default_is_as_before():
     assert scheduler_arguments(config()) == {
         "lr_scheduler_type": "cosine",

@@ -62,6 +62,14 @@ def test_the_run_of_these_tests_is_not_too_easy(finished_shards, folder):
     assert result["measurements"]["dropped_tokens"] == dropped > 0
 
 
+def test_shards_may_lie_elsewhere(sharded, folder, finished_shards, tmp_path):
+    moved, run = (shutil.copytree(each, tmp_path / each.name) for each in (folder, finished_shards))
+    for data in (f"{folder}/", moved):
+        assert train(sharded(data=str(data)), run)["measurements"]["steps_this_call"] == 10
+    with pytest.raises(ValueError, match=r"another run \(data was .* and is None, files was \[\] and is .*\)"):
+        train(sharded(data=None, files=("elsewhere",)), run)
+
+
 @pytest.mark.parametrize("stops", [[7], [1, 4, 6, 9]])
 def test_a_stopped_run_on_shards_resumes_to_the_same_bits(sharded, tmp_path, monkeypatch, finished_shards, stops):
     for stop in stops:

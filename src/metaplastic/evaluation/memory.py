@@ -93,9 +93,9 @@ def _mixer(mixer: Any, length: int) -> float:
         total += _delta_net(mixer, keys, values)
     else:
         raise ValueError(f"no count of what a {type(mixer).__name__} keeps for its backward pass")
-    if isinstance(mixer, Evidence):  # its down projection, the sigmoid, that times the scale, times the strength
+    if isinstance(mixer, Evidence):  # down projection, sigmoid, that times the scaled strength, one per head
         wide = FLOAT if isinstance(mixer, Mamba2) else HALF
-        total += HALF * mixer.beta_down.out_features + (2 * HALF + wide) * values
+        total += HALF * mixer.beta_down.out_features + (HALF + wide) * values + wide * mixer.num_heads
     return total + _states(mixer, length)
 
 

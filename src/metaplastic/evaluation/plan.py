@@ -17,17 +17,23 @@ hides: the longest of compute and communication is a floor, their sum a ceiling.
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import torch
 
 from ..models import MetaplasticConfig, MetaplasticForCausalLM, size
 from ..models.checkpointing import KINDS as CHECKPOINTING
+from ..models.loss import FORMS as LOSSES
+from ..models.loss import pays
 from ..training.flops import PEAKS, model_flops, seen_in_a_row
 from . import memory
+from .words import digits
 
-PARALLEL, LOSSES = ("ddp", "fsdp2"), ("plain", "fused")
+PARALLEL = ("ddp", "fsdp2")
 AFFINE = ("palimpsa", "additive")
+BYTES = {"GB": 1e9, "MB": 1e6, "KB": 1e3}
+SHORTEST = 3  # tokens of a shard: what the short convolution looks back to
 STATES = "states (context)"
 
 
@@ -45,8 +51,10 @@ class Cluster:
 
     def __post_init__(self) -> None:
         for name in ("gpus", "node", "inside", "between", "memory", "peak", "efficiency"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be > 0 and finite, got {getattr(self, name)}")
+        if self.efficiency > 1:
+            raise ValueError(f"efficiency must be a share of the peak, at most 1, got {self.efficiency}")
 
     def rate(self, neighbours: int) -> float:
         """Bytes per second among so many neighbours: a ring of more than one machine has the speed of the network."""
@@ -63,12 +71,15 @@ class Step:
     parallel: str = "ddp"
     context_parallel: int = 1
     checkpointing: str = "none"
-    loss: str = "plain"
+    loss: str = "auto"  # what a CUDA device with flash-linear-attention does
 
     def __post_init__(self) -> None:
         for name in ("rows", "length", "batch_size", "context_parallel"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
+        if self.context_parallel > 1 and self.length // self.context_parallel < SHORTEST:
+            shards = f"rows of {self.length:,} tokens in {self.context_parallel:,} shards"
+            raise ValueError(f"context_parallel: got {shards}, expected at least {SHORTEST} tokens in each")
         for name, known in (("parallel", PARALLEL), ("checkpointing", CHECKPOINTING), ("loss", LOSSES)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
@@ -84,6 +95,7 @@ class Plan:
     sent: dict[str, float]
     seconds: dict[str, float]  # the same, at the bandwidths given
     flops: float  # what is recomputed too
+    loss: str  # fused or plain
 
     @property
     def resident(self) -> float:
@@ -101,7 +113,9 @@ def plan(config: MetaplasticConfig, cluster: Cluster, step: Step) -> Plan:
             f"rows: got {few}, expected a multiple: share rows (context_parallel), or give more or shorter ones"
         )
     own = step.rows // shares
-    at_once = max(count for count in range(1, step.batch_size + 1) if own % count == 0)
+    at_once = max(count for count in range(1, min(step.batch_size, own) + 1) if own % count == 0)
+    if step.loss == "auto":
+        step = dataclasses.replace(step, loss="fused" if pays(config.vocab_size, config.hidden_size) else "plain")
     with torch.device("meta"):
         model: Any = MetaplasticForCausalLM(config)
     found = size(config)
@@ -112,7 +126,8 @@ def plan(config: MetaplasticConfig, cluster: Cluster, step: Step) -> Plan:
     sent = _sent(model, cluster, step, own, accumulation)
     rates = {name: cluster.rate(step.context_parallel if name == STATES else cluster.gpus) for name in sent}
     seconds = {name: count / rates[name] for name, count in sent.items()}
-    return Plan(at_once, accumulation, _memory(model, cluster, step, at_once, accumulation), sent, seconds, flops)
+    kept = _memory(model, cluster, step, at_once, accumulation)
+    return Plan(at_once, accumulation, kept, sent, seconds, flops, step.loss)
 
 
 def _memory(model: Any, cluster: Cluster, step: Step, at_once: int, accumulation: int) -> dict[str, float]:
@@ -161,7 +176,8 @@ def _sent(model: Any, cluster: Cluster, step: Step, own: int, accumulation: int)
 def context_bytes(mixer: Any, context: int) -> int:
     """What one of ``context`` neighbours sends of a row in a layer, forward and backward."""
     if mixer.growing_state:
-        raise ValueError(f"context_parallel: a {type(mixer).__name__} cannot be cut, expected memories of fixed size")
+        kind = type(mixer).__name__
+        raise ValueError(f"context_parallel: {kind} layers cannot be cut, expected memories of fixed size")
     state = memory.state_elements(mixer)
     if mixer.operator in AFFINE:
         sent = (context - 1) * (mixer.num_heads + state + state)
@@ -176,6 +192,7 @@ def plan_rows(config: MetaplasticConfig, cluster: Cluster, step: Step) -> list[t
     """A plan as names and readable values."""
     found = plan(config, cluster, step)
     compute = found.flops / (cluster.peak * cluster.efficiency)
+    unit = _unit(found.resident)  # one for all that adds up
     rows = [
         (
             "GPUs",
@@ -183,24 +200,44 @@ def plan_rows(config: MetaplasticConfig, cluster: Cluster, step: Step) -> list[t
             + (f", {step.context_parallel} share a row" if step.context_parallel > 1 else ""),
         ),
         ("a step", f"{step.rows:,} rows of {step.length:,} = {step.rows * step.length:,} tokens"),
-        ("of a GPU", f"{found.at_once} rows at once, {found.accumulation} in turn; checkpointing {step.checkpointing}"),
-        *((f"  {name}", _bytes(count)) for name, count in found.memory.items()),
-        ("memory of a GPU", f"{_bytes(found.resident)} of {_bytes(cluster.memory)}, beside what kernels need"),
+        ("of a GPU", f"{_rows(found)}; checkpointing {step.checkpointing}"),
+        ("loss", f"{found.loss}{' (what auto chooses on CUDA)' if step.loss == 'auto' else ''}"),
+        *((f"  {name}", _bytes(count, unit)) for name, count in found.memory.items()),
+        ("memory of a GPU", f"{_bytes(found.resident, unit)} of {_bytes(cluster.memory)}, beside what kernels need"),
     ]
     if found.resident > cluster.memory:
-        rows.append(("  too much", "a smaller batch_size, checkpointing, a fused loss, fsdp2, or context parallelism"))
+        fused = "" if found.loss == "fused" else "a fused loss, "
+        rows.append(("  too much", f"a smaller batch_size, checkpointing, {fused}fsdp2, or context parallelism"))
     at = f"at {cluster.efficiency:.0%} of {cluster.peak / 1e12:,.0f} TFLOP/s (assumed)"
-    rows.append(("compute of a step", f"{compute * 1e3:,.3g} ms {at}"))
-    for name, count in found.sent.items():
-        rows.append((f"  {name}", f"{_bytes(count)}, {found.seconds[name] * 1e3:,.3g} ms"))
+    rows.append(("compute of a step", f"{_ms(compute)} {at}"))
     talk = sum(found.seconds.values())
+    if talk == 0:
+        return [*rows, ("tokens per second", digits(step.rows * step.length / compute))]
+    unit = _unit(max(found.sent.values()))
+    for name, count in found.sent.items():
+        rows.append((f"  {name}", f"{_bytes(count, unit)}, {_ms(found.seconds[name])}"))
     speeds = f"at {cluster.inside / 1e9:,.4g} GB/s in a machine, {cluster.between / 1e9:,.4g} between"
-    rows.append(("communication", f"{talk * 1e3:,.3g} ms, {talk / compute:.2g} of compute, {speeds}"))
+    rows.append(("communication", f"{_ms(talk)}, {digits(talk / compute, 2)} of compute, {speeds}"))
     rate = [step.rows * step.length / seconds for seconds in (compute + talk, max(compute, talk))]
-    slow, fast = (f"{float(f'{each:.3g}'):,.0f}" for each in rate)
+    slow, fast = map(digits, rate)
     rows.append(("tokens per second", f"{slow} (nothing overlaps) to {fast} (everything)"))
     return rows
 
 
-def _bytes(count: float) -> str:
-    return f"{count / 1e9:,.2f} GB" if count >= 1e7 else f"{count / 1e6:,.3f} MB"
+def _rows(found: Plan) -> str:
+    """How a GPU takes its rows."""
+    rows = "1 row" if found.at_once == 1 else f"{found.at_once:,} rows"
+    return f"{rows} at once, {'once' if found.accumulation == 1 else f'{found.accumulation:,} times'} a step"
+
+
+def _ms(seconds: float) -> str:
+    return f"{digits(1e3 * seconds)} ms"
+
+
+def _unit(count: float) -> str:
+    return next((unit for unit in ("GB", "MB") if count >= BYTES[unit]), "KB")
+
+
+def _bytes(count: float, unit: str | None = None) -> str:
+    unit = unit or _unit(count)
+    return f"{count / BYTES[unit]:,.2f} {unit}"

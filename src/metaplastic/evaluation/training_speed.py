@@ -6,10 +6,11 @@ from memory; how fast shards give batches is measured beside it, through the sam
 
 Layouts: "packed", rows end to end with the borders of documents known, as ``metaplastic train`` has them; "rows", a
 plain batch. The MFU is the rate of the model's FLOPs (training/flops.py; attention by the tokens that it really sees)
-over the device's dense bf16 peak, left out for a device whose peak is not known.
+over the device's dense bf16 peak or the one that is given, left out where neither is known.
 
 One more step runs under PyTorch's profiler: what copies from device to host, reads a scalar or waits for the device in
-it, and where. A training step should have none of these: the host then runs ahead of the device.
+it, and where. A training step should have none of these: the host then runs ahead of the device. On a CPU, which is
+both, there is nothing to wait for, and no such report.
 """
 
 import contextlib
@@ -17,6 +18,8 @@ import copy
 import dataclasses
 import gc
 import itertools
+import math
+import os
 import re
 import statistics
 import time
@@ -57,6 +60,14 @@ class Setting:
     bf16: bool = True
     checkpointing: str = "none"
     loss: str = "auto"
+    peak_flops: float | None = None  # of the device; None: of its bf16 products, if known
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "length", "repetitions"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
+        if self.peak_flops is not None and not 0 < self.peak_flops < math.inf:
+            raise ValueError(f"peak_flops must be > 0 and finite, got {self.peak_flops}")
 
 
 def bench_training(
@@ -125,11 +136,12 @@ def bench_step(
     times, tokens = clock.seconds(), setting.batch * setting.length
     seconds = statistics.median(times)
     found: dict[str, Any] = dataclasses.asdict(setting) | {"layout": layout, "backends": clock.backends(config)}
+    del found["peak_flops"]  # below, if it is known
     found |= {"ms": 1e3 * seconds, "least ms": 1e3 * min(times), "most ms": 1e3 * max(times)}
-    found |= _costs(config, tokens / seconds, rows.seen(layout))
+    found |= _costs(config, tokens / seconds, rows.seen(layout), setting)
     if clock.peak is not None:
         found["peak memory GB"] = clock.peak / 1e9
-    return found | {"waits": clock.waits()}
+    return found | ({"waits": clock.waits()} if clock.cuda else {})
 
 
 def _clear() -> None:
@@ -139,14 +151,16 @@ def _clear() -> None:
         torch.cuda.empty_cache()
 
 
-def _costs(config: MetaplasticConfig, rate: float, seen: float) -> dict[str, Any]:
+def _costs(config: MetaplasticConfig, rate: float, seen: float, setting: Setting) -> dict[str, Any]:
     """Tokens per second and what they are of the device's peak."""
     found = size(config)
     flops = model_flops(found, seen)
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    peak = setting.peak_flops
+    if peak is None and setting.bf16 and torch.cuda.is_available():
+        peak = peak_flops(torch.cuda.get_device_name())
     costs: dict[str, Any] = {"parameters": found.parameters, "tokens per second": rate}
     costs |= {"model FLOPs per token": flops, "model FLOP/s": flops * rate}
-    if (peak := peak_flops(name)) is not None:
+    if peak is not None:
         costs |= {"MFU": flops * rate / peak, "peak FLOP/s": peak}
     return costs
 
@@ -213,6 +227,7 @@ class _Clock(TrainerCallback):
             torch.cuda.synchronize()
             self.peak = torch.cuda.max_memory_allocated()
         if step == 3 + self.repetitions:  # the synchronisation above is behind it
+            os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else every profile writes two lines on the terminal
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.cuda else [])]
             self.profile = self._open.enter_context(profile(activities=activities, with_stack=True, acc_events=True))
             self._open.enter_context(record_function(PROFILED))

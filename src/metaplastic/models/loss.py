@@ -36,13 +36,24 @@ def backend(form: str, head: nn.Module, device: str, dtype: torch.dtype) -> str 
     reason = _reason_against(head)
     if form == "auto":
         vocabulary, width = getattr(head, "out_features", 0), getattr(head, "in_features", 0)
-        return found if device == "cuda" and reason is None and vocabulary > width else None
+        return found if device == "cuda" and reason is None and pays(vocabulary, width) else None
     if reason is None and found is None:
         each = (f"{name} {cross_entropy.reason_against(name, device, dtype)}" for name in cross_entropy.BACKENDS)
         reason = "; ".join(each)
     if reason is not None:
-        raise ValueError(f"loss: got 'fused', which cannot be here: {reason}")
+        raise ValueError(f"loss: got 'fused', which cannot be here: {reason}; {_way_out(head, device, dtype)}")
     return found
+
+
+def pays(vocabulary: int, width: int) -> bool:
+    """Whether "auto" fuses the loss on a CUDA device that can: where logits are wider than what they come from."""
+    return vocabulary > width
+
+
+def _way_out(head: nn.Module, device: str, dtype: torch.dtype) -> str:
+    expected = "expected 'plain', or 'auto', which chooses"
+    half = dtype == torch.bfloat16 and _reason_against(head) is None
+    return f"{expected}, or float32 (no bf16)" if half and cross_entropy.choose(device, torch.float32) else expected
 
 
 def _reason_against(head: nn.Module) -> str | None:

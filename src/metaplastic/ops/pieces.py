@@ -3,49 +3,81 @@
 A *piece* is one chunk of one sequence. Sequences are ordered by length, longest first, and pieces by their place in
 their sequence: first piece 0 of every sequence, then piece 1 of those that have one, and so on. So the pieces at place
 c + 1 continue the first of those at place c, in the same order: whatever the lengths, a recurrence from piece to piece
-is one operation on slices for every place, and everything else is one batch.
+is one operation on slices for every place (an elementwise one takes fewer: blocks of places run side by side), and
+everything else is one batch.
 
 Places are taken in groups whose pieces fit into memory together; one state of every sequence goes from group to group.
 """
 
-import itertools
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+FEWEST = 12  # places that are cut into blocks: of fewer, one after another takes no more operations
+
 
 class Pieces:
-    """The pieces of ``[B, T, H, ...]``, or of packed sequences, of ``size`` tokens; at most ``most`` in a group
-    (at least one place of all its sequences)."""
+    """The pieces of ``[B, T, H, ...]``, or of packed sequences, of ``size`` tokens (fewer if no sequence is so long);
+    at most ``most`` in a group, but at least one place."""
 
     def __init__(self, batch: int, length: int, offsets: Tensor | None, size: int, most: int, device: torch.device):
-        self.size, self.device = size, device
+        self.device, self.most = device, most
         # First token and length of every sequence, and their order, on the CPU: nothing makes the host wait.
         self.packed: tuple[Tensor, Tensor, Tensor] | None = None
         if offsets is None:
-            self.counts = [batch] * (-(-length // size) if batch else 0)
+            self.size = max(1, min(size, length))
+            self.counts = [batch] * (-(-length // self.size) if batch else 0)
         else:
             lengths, order = (offsets[1:] - offsets[:-1]).sort(descending=True, stable=True)
             self.packed = offsets[:-1][order], lengths, order
-            ends = torch.bincount(-(-lengths // size), minlength=1)  # how many sequences have this many pieces
+            self.size = max(1, min(size, int(lengths[0]) if len(lengths) else 0))
+            ends = torch.bincount(-(-lengths // self.size), minlength=1)  # how many sequences have this many pieces
             self.counts = ends.flip(0).cumsum(0).flip(0)[1:].tolist()
-        self.most = most
 
-    def groups(self) -> Iterator["Group"]:
-        first = 0
+    def groups(self) -> list["Group"]:
+        groups, first = [], 0
         while first < len(self.counts):
-            sums = itertools.accumulate(self.counts[first:])
-            last = first + max(1, sum(1 for _ in itertools.takewhile(lambda n: n <= self.most, sums)))
-            yield Group(self, first, last)
+            last, pieces = first + 1, self.counts[first]
+            while last < len(self.counts) and pieces + self.counts[last] <= self.most:
+                pieces += self.counts[last]
+                last += 1
+            groups.append(Group(self, first, last))
             first = last
+        return groups
+
+    def walk_back(
+        self, state: Tensor, advance: Callable[["Group", Tensor], object]
+    ) -> Iterator[tuple["Group", Tensor]]:
+        """Yields every group, last first, with the state before it (in the order of the pieces).
+
+        ``advance(group, state)`` turns the state before the group into that after it, in place. Of more than 16 groups
+        states are recomputed from about the square root of their number.
+        """
+        groups = self.groups()
+        span = max(16, math.isqrt(len(groups)))
+        spans, checkpoints = [groups[first : first + span] for first in range(0, len(groups), span)], []
+        for members in spans:
+            checkpoints.append(state)
+            if members is not spans[-1]:
+                state = state.clone()
+                for group in members:
+                    advance(group, state)
+        for members in reversed(spans):
+            before = [checkpoints.pop()]
+            for group in members[:-1]:
+                before.append(before[-1].clone())
+                advance(group, before[-1])
+            for group in reversed(members):
+                yield group, before.pop()
 
     def ordered(self, state: Tensor) -> Tensor:
         """States ``[sequences, ...]`` in the order of the pieces; a copy."""
         if self.packed is None:
             return state.clone(memory_format=torch.contiguous_format)
-        return state[self.packed[2].to(self.device, non_blocking=True)]
+        return state.index_select(0, self.packed[2].to(self.device, non_blocking=True))
 
     def restored(self, state: Tensor) -> Tensor:
         """The inverse of :meth:`ordered`."""
@@ -62,6 +94,8 @@ class Group:
         self.counts = pieces.counts[first:last]
         # How many sequences have a piece at this place and one at the next place of the group.
         self.going_on = [*self.counts[1:], 0]
+        # Where every place has a piece of the same sequences, blocks of places can run side by side.
+        self.in_blocks = len(self.counts) >= FEWEST and self.counts[0] == self.counts[-1]
         self.index = self.there = self.valid = None
         if pieces.packed is None:
             return
@@ -104,34 +138,66 @@ class Group:
         if rest:
             window[:, whole * self.size :] = value[whole, :, :rest]
 
-    def scan(self, written: Tensor, kept: Tensor, state: Tensor) -> Tensor:
-        """What ``state <- kept x state + written`` gives every piece to enter with, ``[pieces, ...]``.
+    def scan(self, written: Tensor, kept: Tensor, state: Tensor, advance: Callable = torch.addcmul) -> Tensor:
+        """What ``state <- advance(written, kept, state)`` gives every piece to enter with, ``[pieces, ...]``.
 
-        ``state`` (of every sequence, in the order of the pieces) becomes the state after the group.
+        ``advance`` as in ``addcmul``: ``written + kept x state``. ``state`` (of every sequence, in the order of the
+        pieces) becomes the state after the group.
         """
+        if advance is torch.addcmul and self.in_blocks:
+            written, kept = (x.unflatten(0, (len(self.counts), -1)) for x in (written, kept))
+            return _scan_blocks(written, kept, state).flatten(0, 1)
         entries = torch.empty_like(written)
         parts = [x.split(self.counts) for x in (written, kept, entries)]
         parts[2][0].copy_(state[: self.counts[0]])
         for place, (count, on) in enumerate(zip(self.counts, self.going_on, strict=True)):
             now = [x[place] for x in parts]
             if on:
-                torch.addcmul(*(x[:on] for x in now), out=parts[2][place + 1])
+                advance(*(x[:on] for x in now), out=parts[2][place + 1])
             if on < count:
-                torch.addcmul(*(x[on:] for x in now), out=state[on:count])
+                advance(*(x[on:] for x in now), out=state[on:count])
         return entries
 
-    def scan_back(self, read: Tensor, kept: Tensor, d_state: Tensor) -> Tensor:
+    def scan_back(self, read: Tensor, kept: Tensor, d_state: Tensor, advance: Callable = torch.addcmul) -> Tensor:
         """The adjoint of :meth:`scan`: the gradient of the state after every piece, ``[pieces, ...]``.
 
         ``read``: the gradient that the piece itself gives its entry state. ``d_state``, the gradient of the states
         after the group, becomes that of the states before it.
         """
+        if advance is torch.addcmul and self.in_blocks:
+            read, kept = (x.unflatten(0, (len(self.counts), -1)).flip(0) for x in (read, kept))
+            return _scan_blocks(read, kept, d_state).flip(0).flatten(0, 1)
         after = torch.empty_like(read)
         parts = [x.split(self.counts) for x in (read, kept, after)]
         for place, (count, on) in reversed(list(enumerate(zip(self.counts, self.going_on, strict=True)))):
             if on < count:
                 parts[2][place][on:].copy_(d_state[on:count])
             if on:
-                torch.addcmul(*(x[place + 1] for x in parts), out=parts[2][place][:on])
-        torch.addcmul(*(x[0] for x in parts), out=d_state[: self.counts[0]])
+                advance(*(x[place + 1] for x in parts), out=parts[2][place][:on])
+        advance(*(x[0] for x in parts), out=d_state[: self.counts[0]])
         return after
+
+
+def _scan_blocks(written: Tensor, kept: Tensor, state: Tensor) -> Tensor:
+    """:meth:`Group.scan` of ``[places, sequences, ...]`` in about 2 sqrt(places) operations: blocks of places side by
+    side, each as if nothing came before it, then from block to block, then what came before is added."""
+    places = len(written)
+    sizes = range(1, 2 * math.isqrt(places) + 1)
+    inner = min(sizes, key=lambda size: size + places // size + 2 * (places % size))
+    blocks = places // inner
+    entries = torch.empty_like(written)
+    added, factor, entry = (x[: blocks * inner].unflatten(0, (blocks, inner)) for x in (written, kept, entries))
+    entry[:, 0].zero_()
+    for i in range(inner - 1):
+        torch.addcmul(added[:, i], factor[:, i], entry[:, i], out=entry[:, i + 1])
+    ends = torch.addcmul(added[:, -1], factor[:, -1], entry[:, -1])
+    held = factor.cumprod(1)
+    entry[0, 0].copy_(state)
+    for j in range(blocks):
+        out = entry[j + 1, 0] if j + 1 < blocks else state
+        torch.addcmul(ends[j], held[j, -1], entry[j, 0], out=out)
+    entry[:, 1:].addcmul_(held[:, :-1], entry[:, :1])
+    for place in range(blocks * inner, places):
+        entries[place].copy_(state)
+        torch.addcmul(written[place], kept[place], entries[place], out=state)
+    return entries

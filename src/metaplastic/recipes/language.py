@@ -6,10 +6,12 @@ form and trains it on, ``-32k`` trains on rows of 32,768 tokens.
 
 What decides a step is its number of tokens: it stays what the recipe says however long the rows are and however many of
 them are taken at once, as ``accumulation`` follows, unless it is given. Of several processes each takes its share of
-``batch_size x accumulation`` rows. Where each number comes from: ``docs/recipes.md``.
+``batch_size x accumulation`` rows. Where each number comes from: ``docs/recipes.md``. What is checked before a run,
+its data and the saved model that it goes on from: ``recipes/checks.py``.
 """
 
 import dataclasses
+import difflib
 import functools
 import math
 from collections.abc import Iterator, Mapping
@@ -117,11 +119,15 @@ class Recipe:
             given.update(options)
         return config
 
-    def config(self, **changes: Any) -> TrainConfig:
+    def config(self, *, tokens_per_step: int | None = None, **changes: Any) -> TrainConfig:
         """The run, with any field of it changed.
 
+        With other ``tokens_per_step`` the steps follow, so that the run has the tokens of the recipe, unless they are
+        given. The learning rate does not: what a larger step needs has to be found.
+
         Raises:
-            ValueError: an unknown field, a saved model that is missing, or rows that do not make up a step.
+            ValueError: an unknown field, a saved model that is missing, rows that do not make up a step, or steps that
+                end within the warm-up.
         """
         known = {field.name for field in dataclasses.fields(TrainConfig)}
         if unknown := sorted(set(changes) - known):
@@ -132,20 +138,43 @@ class Recipe:
             raise ValueError(
                 f"model: recipe {self.name} goes on from a saved {self.continues}, got none: give its folder"
             )
-        settings = {**self.settings, **changes}
+        settings = {**self.settings, "recipe": self.name}
+        if tokens_per_step is not None:
+            if tokens_per_step < 1:
+                raise ValueError(f"tokens_per_step must be >= 1, got {tokens_per_step}")
+            if "accumulation" in changes:
+                raise ValueError(
+                    f"tokens_per_step: got {tokens_per_step:,}, and accumulation too: leave out one of them"
+                )
+            settings |= _steps(self.tokens, tokens_per_step)
+            settings |= {"warmup": _tuning_warmup(settings["steps"])} if self.continues else {}
+        settings |= changes
+        if tokens_per_step is not None and settings["steps"] <= settings["warmup"]:
+            few = f"got {settings['warmup']:,} steps of {settings['steps']:,} with {tokens_per_step:,} tokens a step"
+            raise ValueError(f"warmup: {few}, expected fewer: give it, or more steps")
         if "accumulation" not in changes:
-            settings["accumulation"] = self._accumulation(settings["block_length"], settings["batch_size"])
+            settings["accumulation"] = self.accumulation(
+                settings["block_length"], settings["batch_size"], tokens_per_step
+            )
         return TrainConfig(**settings)
 
-    def _accumulation(self, length: int, batch: int) -> int:
-        """How often so many rows at once, of that length, have the tokens of a step."""
-        often, left = divmod(self.scale.tokens_per_step, length * batch)
-        if left or not often:
-            raise ValueError(
-                f"batch_size: got {batch} rows of block_length {length:,}, but recipe {self.name} has "
-                f"{self.scale.tokens_per_step:,} tokens a step: give numbers that divide it, or accumulation too"
-            )
-        return often
+    def accumulation(self, length: int, batch: int, tokens_per_step: int | None = None) -> int:
+        """How often so many rows at once, of that length, have the tokens of a step (None: of the recipe's)."""
+        return accumulation(tokens_per_step or self.scale.tokens_per_step, length, batch, f"recipe {self.name} has")
+
+
+def accumulation(tokens_per_step: int, length: int, batch: int, who: str = "there are") -> int:
+    """How often ``batch`` rows of ``length`` tokens have those of a step; raises ValueError where they never do."""
+    for name, value in (("tokens_per_step", tokens_per_step), ("block_length", length), ("batch_size", batch)):
+        if value < 1:
+            raise ValueError(f"{name} must be >= 1, got {value}")
+    often, left = divmod(tokens_per_step, length * batch)
+    if left or not often:
+        raise ValueError(
+            f"batch_size: got {batch} rows of block_length {length:,}, but {who} "
+            f"{tokens_per_step:,} tokens a step: give numbers that divide it, or accumulation too"
+        )
+    return often
 
 
 def pretraining(model: str, scale: str) -> Recipe:
@@ -153,7 +182,8 @@ def pretraining(model: str, scale: str) -> Recipe:
     each = SCALES[scale]
     settings = _settings(each) | _SHAPES.get(model, _DELTA)[scale] | {"mixer": MODELS[model]}
     settings |= {"learning_rate": each.learning_rate, "warmup": each.warmup, "block_length": each.block_length}
-    return Recipe(f"{model}-{scale}", model, scale, settings | _steps(each, each.tokens), each.tokens)
+    steps = _steps(each.tokens, each.tokens_per_step)
+    return Recipe(f"{model}-{scale}", model, scale, settings | steps, each.tokens)
 
 
 def from_ablation(model: str, scale: str) -> Recipe:
@@ -179,13 +209,16 @@ def _settings(scale: Scale) -> dict[str, Any]:
 
 
 def _tuning(scale: Scale) -> dict[str, Any]:
-    steps = _steps(scale, scale.tuning_tokens)
-    warmup = min(TUNING_WARMUP, steps["steps"] // 5)  # a short run would end before it had begun
-    return {"learning_rate": TUNING_SHARE * scale.learning_rate, "warmup": warmup} | steps
+    steps = _steps(scale.tuning_tokens, scale.tokens_per_step)
+    return {"learning_rate": TUNING_SHARE * scale.learning_rate, "warmup": _tuning_warmup(steps["steps"])} | steps
 
 
-def _steps(scale: Scale, tokens: float) -> dict[str, int]:
-    return {"steps": math.ceil(tokens / scale.tokens_per_step)}
+def _tuning_warmup(steps: int) -> int:
+    return min(TUNING_WARMUP, steps // 5)  # a short run would end before it had begun
+
+
+def _steps(tokens: float, tokens_per_step: int) -> dict[str, int]:
+    return {"steps": math.ceil(tokens / tokens_per_step)}
 
 
 def _all() -> Iterator[Recipe]:
@@ -201,10 +234,18 @@ RECIPES = {each.name: each for each in _all()}
 
 
 def find(name: str) -> Recipe:
-    """Raises ValueError for a name that there is not."""
-    if name not in RECIPES:
-        raise ValueError(f"recipe: unknown recipe {name!r}; known: {', '.join(RECIPES)}")
-    return RECIPES[name]
+    """Raises ValueError for a name that there is not, with those that are most like it."""
+    if name in RECIPES:
+        return RECIPES[name]
+    if name in (f"{model}-debug-{LONG}" for model in MODELS):
+        base, small = name.removesuffix(f"-{LONG}"), "--block-length 2048 --batch-size 1 --steps 100"
+        raise ValueError(
+            f"recipe: there is no {name!r}, as rows of {LONG_BLOCK:,} tokens are nothing to try on a CPU; longer rows "
+            f"at that size: train --recipe {base}, then train --model ITS_FOLDER {small}"
+        )
+    near = difflib.get_close_matches(name.replace("attention", "transformer"), RECIPES, n=3, cutoff=0.5)
+    words = f"did you mean {' or '.join(near)}? " if near else ""
+    raise ValueError(f"recipe: unknown recipe {name!r}; {words}`metaplastic recipes` lists all")
 
 
 @functools.cache

@@ -168,6 +168,20 @@ def split_documents(documents: Iterable[Document], held_out: float, seed: int) -
     return [pair for pair in documents if pair[1] not in chosen], [pair for pair in documents if pair[1] in chosen]
 
 
+def few_documents(source: object, share: float) -> str:
+    """In words, before anything is read, that probably no document is held out, if so; else "".
+
+    Only where every file is a document (no separator, neither JSON lines nor Parquet) is their number known by then.
+    """
+    if not isinstance(source, FileText) or source.separator is not None or not 0 < share < 1:
+        return ""
+    if any(file.name.removesuffix(".bz2").endswith((".jsonl", ".parquet")) for file in source.files):
+        return ""
+    count = len(source.files)
+    words = "1 file is 1 document" if count == 1 else f"{count:,} files are as many documents"
+    return f"{words}, of which {share:.3g} are for evaluation" if (1 - share) ** count > 0.5 else ""
+
+
 def standard_library_documents(*, max_bytes: int = 8_000_000) -> list[Document]:
     """Text that comes with Python, to try a model with no download: topics of its manual, then its library's source.
 

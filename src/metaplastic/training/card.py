@@ -14,6 +14,7 @@ from ..models import MetaplasticForCausalLM
 from .checkpoint import CARD
 from .config import TrainConfig
 from .data import Data
+from .parallel import in_processes
 from .schedule import in_words
 from .trainer import MetaplasticTrainer
 
@@ -117,7 +118,12 @@ def _of_the_training(trainer: MetaplasticTrainer, config: TrainConfig, data: Dat
     begun = f"the model {Path(config.model).resolve().name}" if config.model else "random weights"
     if config.plasticity is not None:
         begun += f", in its metaplastic form, with plasticity {config.plasticity:g}"
+    shared = in_processes(config)
+    processes = f"{shared['processes']} ({shared['parallel']})" if shared["parallel"] else "1"
+    if config.context_parallel > 1:
+        processes += f", {config.context_parallel} to a row"
     return {
+        **({"recipe": config.recipe} if config.recipe else {}),
         "begun from": begun,
         "data": data.description,
         f"SHA-256 of {'its first documents' if config.dataset else 'the text'}": f"`{data.fingerprint}`",
@@ -129,6 +135,7 @@ def _of_the_training(trainer: MetaplasticTrainer, config: TrainConfig, data: Dat
         ),
         "learning rate": in_words(config),
         "seed": args.seed,
+        "processes": processes,
         "precision": f"weights in float32, products in {'bfloat16' if args.bf16 else 'float32'}",
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
     }

@@ -57,9 +57,12 @@ def saving(name: str, run: str | os.PathLike) -> Iterator[None]:
     """Makes a failure to write one OSError that says what is still there; what was half written is deleted."""
     try:
         yield
-    except (OSError, SafetensorError, RuntimeError) as error:
-        # On a full disk torch.save fails with a RuntimeError (of several wordings); any other is a fault of ours.
-        if isinstance(error, RuntimeError) and not _raised_in("torch.serialization", error):
+    except Exception as error:
+        # On a full disk torch.save fails with a RuntimeError (of several wordings), tokenizers with a bare Exception;
+        # any other is a fault of ours.
+        of_torch = isinstance(error, RuntimeError) and _raised_in("torch.serialization", error)
+        of_tokenizers = type(error) is Exception and "os error" in str(error)
+        if not (isinstance(error, (OSError, SafetensorError)) or of_torch or of_tokenizers):
             raise
         clear_staging(run)
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -16,7 +16,7 @@ _OF_A_DATASET = (
 _NOT_OF_SHARDS = ("dataset", *_OF_FILES, *_OF_A_DATASET, "tokenizer")
 _OF_NO_CONSEQUENCE = (
     "report_to", "eval_every", "save_every", "parallel", "context_parallel", "asynchronous_saves", "checkpointing",
-    "peak_flops",
+    "peak_flops", "recipe",
 )  # fmt: skip
 PARALLEL = ("ddp", "fsdp2")
 _CHOICES = {
@@ -28,7 +28,7 @@ _CHOICES = {
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    """Everything that decides what a text run computes. Two runs with equal decisions are the same run.
+    """Everything that decides what a text run computes. Runs of equal decisions on the same data are the same run.
 
     Data: ``files`` (text files or folders; empty: the Python standard library's texts, up to ``max_bytes``),
     ``separator`` between documents of one file, ``held_out`` share of documents for evaluation. Or ``dataset``, which
@@ -105,6 +105,7 @@ class TrainConfig:
     context_parallel: int = 1
     asynchronous_saves: bool | None = None
     peak_flops: float | None = None
+    recipe: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("files", "report_to"):
@@ -164,7 +165,7 @@ class TrainConfig:
             raise ValueError(f"cooldown must be >= 1 and <= {after}, got {self.cooldown}")
 
     def decisions(self) -> dict[str, Any]:
-        """All that makes this run another one than that."""
+        """What is in its run.json: all that can make this run another one than that."""
         return {name: value for name, value in dataclasses.asdict(self).items() if name not in _OF_NO_CONSEQUENCE}
 
     def _leave_out(self, names: tuple[str, ...], why: str) -> None:

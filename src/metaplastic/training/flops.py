@@ -1,9 +1,9 @@
 """Model FLOPs of training, and what devices could do at most: MFU is the rate of the former over the latter.
 
-Of a token, forward and backward: 6 per weight of the matrix products, three times the memory rule's, and for attention
-three times 2 (K + V) of every query head for every token that it sees. What is recomputed, and what a kernel does
-beyond the rule, does not count. A row counts as one document: attention across documents is never computed, and a model
-with attention on packed ones looks busier by that.
+Of a token, forward and backward: three times what ``models/size.py`` counts forward (matrix products, convolutions, the
+memory rule), and for attention three times 2 (K + V) of every query head for every token that it sees. What is
+recomputed, and what a kernel does beyond the rule, does not count. A row counts as one document: attention across
+documents is never computed, and a model with attention on packed ones looks busier by that.
 """
 
 import torch
@@ -27,7 +27,7 @@ def peak_flops(device: str) -> float | None:
 
 def model_flops(size: ModelSize, seen: float) -> float:
     """Of one token that sees so many, itself included."""
-    return 3 * (size.matrix_products + size.memory_rule + size.attention_per_token * seen)
+    return size.training_flops + 3 * size.attention_per_token * seen
 
 
 def seen_in_a_row(length: int, window: int | None = None) -> float:

@@ -1,9 +1,15 @@
-"""The output folder of a run: whose it is, who may write to it, and what of it may be deleted."""
+"""The output folder of a run: whose it is, who may write to it, and what of it may be deleted.
+
+A run is its settings and what is in its data, its model and its tokenizer. Where they lie decides nothing: run.json
+holds hashes of them, and their paths for people. Of ``batch_size`` and ``accumulation`` the product decides, the rows
+of a step, which are the same ones in the same order.
+"""
 
 import contextlib
 import dataclasses
 import hashlib
 import json
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +25,10 @@ from .saved import FINAL, holds_weights
 RUN, RESULTS, TRACKED, LOCK = "run.json", "results.json", "tensorboard", ".lock"
 DATA = "data_sha256"  # in run.json: what the data held
 MODEL = "model_sha256"  # in run.json: what the model it began from was, if it began from one
+TOKENIZER = "tokenizer_sha256"
+_PLACES = ("files", "data", "model")  # of which it decides by itself whether there are any
+_FACTORS = ("batch_size", "accumulation")
+_PRODUCT = " x ".join(_FACTORS)
 _ADVICE = "choose another output, or overwrite (--overwrite)"
 
 
@@ -36,11 +46,47 @@ def holds_this_run(config: TrainConfig, output: Path, overwrite: bool) -> bool:
     # What an earlier version did not write down was as it is by default.
     defaults = {field.name: field.default for field in dataclasses.fields(config)}
     wanted, found = (json.loads(json.dumps(each)) for each in (config.decisions(), defaults | found))
-    keys = (wanted.keys() | found.keys()) - {DATA, MODEL} - (defaults.keys() - wanted.keys())
-    if different := sorted(key for key in keys if wanted.get(key) != found.get(key)):
-        changes = ", ".join(f"{key} was {found.get(key)!r} and is {wanted.get(key)!r}" for key in different)
-        raise ValueError(f"output: {output} holds another run ({changes}): {_ADVICE}")
+    hashed = {name for name in (DATA, MODEL, TOKENIZER) if name in found}
+    one, other = _deciding(wanted, hashed), _deciding(found, hashed)
+    keys = (one.keys() | other.keys()) - (defaults.keys() - wanted.keys())
+    if different := sorted(key for key in keys if one.get(key) != other.get(key)):
+        raise _another(output, different, other | found, one | wanted)  # the paths themselves, for people
     return True
+
+
+def _deciding(run: dict[str, Any], hashed: set[str]) -> dict[str, Any]:
+    """What of a run.json is compared as it stands; ``hashed``: the hashes there are for the rest."""
+    kept = {name: value for name, value in run.items() if name not in (DATA, MODEL, TOKENIZER, *_FACTORS)}
+    for name in _PLACES:
+        if name != "model" or MODEL in hashed:
+            kept[name] = bool(run[name])
+    if TOKENIZER in hashed:
+        del kept["tokenizer"]
+    if run["dataset"] and os.path.isdir(run["dataset"]):  # it is never read whole, so no hash stands for it
+        kept["dataset"] = os.path.realpath(run["dataset"])
+    return kept | {_PRODUCT: math.prod(run[name] for name in _FACTORS)}
+
+
+def check_hashes(config: TrainConfig, output: Path, hashes: dict[str, str], changed: str) -> None:
+    """Raises ValueError unless the run in ``output`` began with the same data, model and tokenizer.
+
+    ``changed`` says what has become another, if the data are where they were.
+    """
+    found = read_run(output) or {}
+    wanted = json.loads(json.dumps(config.decisions()))
+    names = {DATA: ("files", "data", "dataset"), MODEL: ("model",), TOKENIZER: ("tokenizer",)}
+    since = f"since {output} was started: choose another output, or overwrite"
+    said = {DATA: changed, MODEL: f"model: {config.model} has changed", TOKENIZER: "tokenizer: it has changed"}
+    for kind, places in names.items():
+        if kind in hashes and found.get(kind, None if kind == DATA else hashes[kind]) != hashes[kind]:
+            if different := [name for name in places if found.get(name, wanted[name]) != wanted[name]]:
+                raise _another(output, different, found, wanted)
+            raise ValueError(f"{said[kind]} {since}")
+
+
+def _another(output: Path, different: list[str], found: dict[str, Any], wanted: dict[str, Any]) -> ValueError:
+    changes = ", ".join(f"{key} was {found.get(key)!r} and is {wanted.get(key)!r}" for key in different)
+    return ValueError(f"output: {output} holds another run ({changes}): {_ADVICE}")
 
 
 def read_run(output: Path) -> dict[str, Any] | None:

@@ -15,6 +15,7 @@ and go on on another.
 import contextlib
 import logging
 import os
+import time
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ from ..tasks.stream import PackedStream
 from .config import TrainConfig
 from .context import IGNORED, context_group, parallelise_context
 
+SECONDS_OF_THE_FIRST = 5.0
 NOBODY = -1  # the number of a row that is there only so that a process has one
 
 
@@ -65,18 +67,51 @@ def processes() -> int:
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
+def in_processes(config: TrainConfig) -> dict[str, Any]:
+    """How a run is shared, for its results."""
+    count = processes()
+    parallel = (config.parallel or "ddp") if count > 1 else None
+    return {"processes": count, "parallel": parallel, "context_parallel": config.context_parallel}
+
+
 def is_first() -> bool:
     """Of the processes, the one that writes files and says what happens."""
     return int(os.environ.get("RANK", 0)) == 0
 
 
-def first_comes_first() -> contextlib.AbstractContextManager[None]:
-    """A context which the other processes enter, quietly, when the first has left it."""
+@contextlib.contextmanager
+def one_voice() -> Iterator[None]:
+    """Of several processes the first speaks, also of an error that all have.
+
+    The others' errors wait a while, in which a launcher ends them, as it does where one has failed; an error that is
+    not of the first, or not its fault, is heard after that.
+    """
+    if is_first():
+        yield
+        return
+    logging.getLogger("metaplastic").setLevel(logging.ERROR)
+    try:
+        yield
+    except Exception:
+        time.sleep(SECONDS_OF_THE_FIRST)
+        raise
+
+
+@contextlib.contextmanager
+def first_comes_first() -> Iterator[None]:
+    """A context which the other processes enter when the first has left it; where it fails, so do they."""
     if processes() == 1:
-        return contextlib.nullcontext()
+        yield
+        return
+    state = PartialState(cpu=not torch.accelerator.is_available())
     if not is_first():
-        logging.getLogger("metaplastic").setLevel(logging.ERROR)
-    return PartialState(cpu=not torch.accelerator.is_available()).main_process_first()
+        try:
+            state.wait_for_everyone()
+        except RuntimeError as error:  # it is gone
+            raise ValueError("the first process has ended, and said why") from error
+    yield
+    if is_first():
+        state.wait_for_everyone()
 
 
 def sharding(config: TrainConfig) -> dict[str, Any]:

@@ -23,10 +23,24 @@ from .config import TrainConfig
 from .data import Data, announce, load_data
 from .divergence import Divergence
 from .flops import least_seconds
-from .folder import DATA, MODEL, RESULTS, TRACKED, alone, claim, finished, holds_this_run, identity, read_run
+from .folder import (
+    DATA,
+    MODEL,
+    RESULTS,
+    TOKENIZER,
+    TRACKED,
+    alone,
+    check_hashes,
+    claim,
+    finished,
+    holds_this_run,
+    identity,
+    read_run,
+)
 from .interrupt import Interruption
 from .memory import rows_to_watch
-from .parallel import first_comes_first, is_first, sharding, share
+from .messages import shown
+from .parallel import first_comes_first, in_processes, is_first, one_voice, sharding, share
 from .saved import find_model, hash_of_model, load_model, load_tokenizer, read_config, save_final
 from .schedule import scheduler_arguments
 from .trackers import check_trackers, put_tensorboard
@@ -40,9 +54,15 @@ def train(config: TrainConfig, output: str | os.PathLike, *, overwrite: bool = F
 
     Writes ``run.json`` (the configuration), ``checkpoint-N`` folders and ``final`` (each a model, its tokenizer and its
     card) and ``results.json``. Returns the content of the latter; a finished run is not run again. An ``output`` that
-    holds another run is refused unless ``overwrite``, which starts afresh. Ctrl-C saves a checkpoint after the step.
+    holds another run is refused unless ``overwrite``, which starts afresh. Ctrl-C (KeyboardInterrupt) and SIGTERM
+    (SystemExit, code 143) save a checkpoint after the step. Messages go to the logger "metaplastic", and to stderr
+    where no logging is set up.
     """
-    output = Path(output)
+    with shown(), one_voice():
+        return _train(config, Path(output), overwrite)
+
+
+def _train(config: TrainConfig, output: Path, overwrite: bool) -> dict[str, Any]:
     # Everything that can be wrong with the input is found before the folder is claimed or anything computed.
     share(config)
     if is_first():
@@ -55,7 +75,9 @@ def train(config: TrainConfig, output: str | os.PathLike, *, overwrite: bool = F
     else:
         tokenizer = load_tokenizer(config.tokenizer or (find_model(config.model) if config.model else "bytes"))
     data = load_data(config, tokenizer)
-    hashes = {DATA: data.fingerprint} | ({MODEL: hash_of_model(find_model(config.model))} if config.model else {})
+    hashes = {DATA: data.fingerprint, TOKENIZER: shards.tokenizer_fingerprint(tokenizer)}
+    if config.model:
+        hashes[MODEL] = hash_of_model(find_model(config.model))
     set_seed(config.seed)
     model = _model(config, tokenizer)
     model.loss_form = config.loss
@@ -64,18 +86,20 @@ def train(config: TrainConfig, output: str | os.PathLike, *, overwrite: bool = F
     with alone(output):
         with first_comes_first():
             if same := holds_this_run(config, output, overwrite and is_first()):
-                since = f"since {output} was started: choose another output, or overwrite"
-                found = read_run(output) or {}
-                if found.get(DATA) != data.fingerprint:
-                    raise ValueError(f"{data.changed()} {since}")
-                if found.get(MODEL, hashes.get(MODEL)) != hashes.get(MODEL):
-                    raise ValueError(f"model: {config.model} has changed {since}")
+                check_hashes(config, output, hashes, data.changed())
                 if result := finished(output):
                     logger.warning("%s holds this run, finished: nothing to do", output)
                     return result
             if not same:
                 claim(config, output, hashes)
         announce(config, data)
+        if config.warmup >= config.steps:
+            start = config.minimum_rate if config.schedule == "wsd" else 0.0
+            reached = config.learning_rate * (start + (1 - start) * (config.steps - 1) / config.warmup)
+            logger.warning(
+                "warning: the warm-up is not over when the run is: warmup is %g of %d steps, and the learning rate "
+                "rises to %.2g, not %g", config.warmup, config.steps, reached, config.learning_rate,
+            )  # fmt: skip
         return _fit(config, output, data, model, tokenizer)
 
 
@@ -132,7 +156,7 @@ def _fit(
         "dropped_tokens": left_out + data.held_out.dropped_tokens,
         "history": trainer.state.log_history,
     }
-    settings = dataclasses.asdict(config) | {"learning_rates_tried": [config.learning_rate]}
+    settings = dataclasses.asdict(config) | {"learning_rates_tried": [config.learning_rate]} | in_processes(config)
     result = results.record("train", measured, seeds=[config.seed], settings=settings)
     if is_first():
         results.write_json(output / RESULTS, result)

@@ -7,8 +7,8 @@
 * ``evaluate`` averages over tokens, so that the loss does not depend on the batch size or the last, smaller batch.
 * Logs carry tokens per second and, where the device's peak is known, the share of it that the model's FLOPs are (MFU);
   every evaluation what the memory of each layer does (``memory.py``), if there are rows to watch.
-* Nothing waits for the device between logs: counts, losses and offsets are read where a log asks for them, or on the
-  host.
+* Nothing waits for the device between logs (but, of several processes, ``interrupt.py`` now and then): counts, losses
+  and offsets are read where a log asks for them, or on the host.
 * A :class:`~metaplastic.tasks.PackedStream` to train on goes on with the very next block after a checkpoint: its place
   is in the checkpoint, and no batch is read again to be skipped. Its "epoch" in logs is the number of passes completed.
 """

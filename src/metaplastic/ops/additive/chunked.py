@@ -1,4 +1,4 @@
-r"""The chunked backend: matrix products in plain PyTorch, on any device, with memory bounded by the chunk.
+r"""The chunked backend: matrix products in plain PyTorch, on any device, for all chunks at once (``ops/pieces.py``).
 
 Inside a chunk with entry state S_0, D[t, s] = exp(g_{s+1} + ... + g_t) and gamma_t = exp(g_1 + ... + g_t), both with a
 trailing key axis when g is per key (written out for one head; x is an elementwise product):
@@ -6,9 +6,11 @@ trailing key axis when g is per key (written out for one head; x is an elementwi
     A[t, s] = sum_k q_t k_s D[t, s]                  y_t   = sum_{s <= t} A[t, s] v_s + S_0 (gamma_t x q_t)
     S_end   = sum_s v_s (D[end, s] x k_s)^T + S_0 diag(gamma_end)
 
+Only S_0 <- S_end goes from chunk to chunk: one elementwise operation for each, and back again for the gradient.
+
 The gradient of g_u sums every term whose decay contains g_u: pairs s < u <= t, reads of S_0 with t >= u, writes that
-reach the end with s < u, and S_0 itself. Only sums, no differences: exact beside g = -1000. The backward recomputes
-states from about sqrt(T / C) checkpoints.
+reach the end with s < u, and S_0 itself. Only sums, no differences: exact beside g = -1000. Memory is bounded by groups
+of chunks; the backward recomputes the states.
 """
 
 import torch
@@ -17,22 +19,22 @@ from torch import Tensor
 from ...rules import additive as rule
 from ..chunks import budget, chunk_size, crossing_sums, segment_sums
 from ..contract import compute_dtype, full_precision, read_offsets
-from ..pieces import Pieces
+from ..pieces import Group, Pieces
 from . import check_values
 
 Optional = Tensor | None
 
 
 class _Chunk:
-    """Decays of one chunk. k [n, H, C, K], v [n, H, C, V]; g [n, H, C] or [n, H, C, K]; s0 [n, H, V, K].
+    """Decays of n chunks. k [n, H, C, K], v [n, H, C, V]; g [n, H, C] or [n, H, C, K].
 
-    ``s0`` may be given later: decays and what is written need none.
+    ``s0 [n, H, V, K]``, the entry states, is given later: it follows from what the chunks write.
     """
 
-    def __init__(self, k: Tensor, v: Tensor, g: Tensor, s0: Optional = None):
+    s0: Tensor
+
+    def __init__(self, k: Tensor, v: Tensor, g: Tensor):
         self.k, self.v, self.per_key = k, v, g.dim() == 4
-        if s0 is not None:
-            self.s0 = s0
         sums = segment_sums(g.mT if self.per_key else g)  # [n, H, (K,) C, C]
         self.decay = sums.movedim(2, -1).exp() if self.per_key else sums.exp()  # [n, H, C, C, (K)]
         entry = g.cumsum(2).exp()
@@ -48,9 +50,6 @@ class _Chunk:
     def write(self) -> Tensor:
         """The final state of an empty memory."""
         return self.v.mT @ (self.k * self.tail)
-
-    def final(self) -> Tensor:
-        return self.write() + self.s0 * self.last
 
     def scores(self, q: Tensor) -> Tensor:
         if self.per_key:
@@ -102,9 +101,9 @@ def _prepare(q, k, v, g, mean, cu_seqlens):
     heads, key_size, value_size = q.shape[2], q.shape[3], v.shape[3]
     shape, dtype = (rows, heads, value_size, key_size), compute_dtype(q)
     s = q.new_zeros(shape, dtype=dtype) if mean is None else mean.to(dtype)
-    # The pairwise decays are [C, C], or [C, C, K] per key; 32 is the fastest on a CPU, 64 fills an accelerator better.
+    # The pairwise decays are [C, C], or [C, C, K] per key. The smaller sizes are the fastest on a CPU.
     keys = key_size if g.dim() == 4 else 1
-    largest = 16 if g.dim() == 4 else 32 if q.device.type == "cpu" else 64
+    largest = (8 if g.dim() == 4 else 32) if q.device.type == "cpu" else (16 if g.dim() == 4 else 64)
     size = chunk_size(rows * heads * key_size * (16 if g.dim() == 4 else 1), q.device, largest)
     of_a_piece = heads * max(value_size * key_size, size * size * keys, size * max(value_size, key_size))
     most = budget(q.device) // max(1, of_a_piece)
@@ -154,16 +153,14 @@ def _gradients(d_output, d_mean, q, k, v, g, mean, cu_seqlens, scale):
     s, dtype = pieces.ordered(s), s.dtype
     ds = torch.zeros_like(s) if d_mean is None else pieces.ordered(d_mean.to(dtype))
     grads = [x.new_zeros(x.shape) for x in (q, k, v, g)]
-    groups, before = list(pieces.groups()), []
-    for group in groups:
-        before.append(s)
-        if group is not groups[-1]:
-            s = s.clone()
-            chunk = _Chunk(*(group.take(x, dtype) for x in (k, v, g)))
-            group.scan(chunk.write(), chunk.last, s)
-    for group in reversed(groups):
+
+    def advance(group: Group, state: Tensor) -> _Chunk:
         chunk = _Chunk(*(group.take(x, dtype) for x in (k, v, g)))
-        chunk.s0 = group.scan(chunk.write(), chunk.last, before.pop())
+        chunk.s0 = group.scan(chunk.write(), chunk.last, state)
+        return chunk
+
+    for group, state in pieces.walk_back(s, advance):
+        chunk = advance(group, state)
         query, dy = group.take(q, dtype) * scale, group.take(d_output, dtype)
         d_end = group.scan_back(chunk.read_backward(query, dy), chunk.last, ds)
         dq, *others = chunk.backward(query, dy, d_end)
