@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+import time
 import warnings
 from collections import Counter
 from functools import partial
@@ -75,6 +76,8 @@ def main() -> None:
     except (ValueError, OSError) as error:
         if os.environ.get("METAPLASTIC_TRACEBACK"):
             raise
+        if int(os.environ.get("RANK", 0)) > 0:
+            time.sleep(5)  # of several processes the first says it, and its end is the end of all
         line = " ".join(f"error: {error}".split())
         Console(stderr=True).print(line, style="red", markup=False, highlight=False, soft_wrap=True)
         sys.exit(2)

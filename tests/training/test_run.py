@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import math
+import re
 import random
 import shutil
 import signal
@@ -237,12 +238,21 @@ def test_wrong_input_claims_no_folder(tiny, tmp_path):
         ("weight_decay", math.inf, ">= 0 and finite"),
         ("seed", 2**32, r"< 2\*\*32"),
         ("layers", 2, "given by the saved model"),
+        ("warmup", 0.5, "a whole number, got"),
+        ("steps", math.nan, "a whole number, got"),
+        ("seed", True, "a whole number, got"),
+        ("learning_rate", "3", "a number, got"),
+        ("bf16", "no", "True or False, got"),
+        ("separator", 1, "a string, got"),
+        ("files", 0, "names or a list of them, got"),
+        ("files", ("",), "names or a list of them, got"),
     ],
 )
 def test_bad_settings_are_named(name, value, expected):
     model = {"model": "somewhere"} if name == "layers" else {}
+    value, given = re.escape(str(value)), value
     with pytest.raises(ValueError, match=f"{name} .*{expected}.*{value}|{name} .*{expected}|{name} .*{value}"):
-        TrainConfig(**({name: value} | model))
+        TrainConfig(**({name: given} | model))
 
 
 def test_files_may_be_one_path_or_several(tmp_path):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import numbers
 import os
 from typing import Any
 
@@ -24,6 +25,11 @@ _CHOICES = {
     "loss": LOSSES,
     "checkpointing": CHECKPOINTING,
 }
+
+_KINDS: dict[str, Any] = {
+    "int": numbers.Integral, "float": numbers.Real, "bool": bool, "str": (str, os.PathLike),
+}  # fmt: skip
+_WORDS = {"int": "a whole number", "float": "a number", "bool": "True or False", "str": "a string"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,6 +114,7 @@ class TrainConfig:
     recipe: str | None = None
 
     def __post_init__(self) -> None:
+        self._check_types()
         for name in ("files", "report_to"):
             given = getattr(self, name)
             given = (given,) if isinstance(given, (str, os.PathLike)) else given
@@ -163,6 +170,21 @@ class TrainConfig:
         if not 1 <= self.cooldown <= self.steps - self.warmup:
             after = f"{self.steps - self.warmup}, the steps after the warm-up"
             raise ValueError(f"cooldown must be >= 1 and <= {after}, got {self.cooldown}")
+
+    def _check_types(self) -> None:
+        """Before anything is made of them: to Hugging Face 0.5 steps would be half of all."""
+        for field in dataclasses.fields(self):
+            declared = field.type.__name__ if isinstance(field.type, type) else str(field.type)
+            given, expected = getattr(self, field.name), declared.removesuffix(" | None")
+            if (given is None and expected != declared) or expected not in _KINDS:
+                continue
+            if not isinstance(given, _KINDS[expected]) or (isinstance(given, bool) and expected != "bool"):
+                raise ValueError(f"{field.name} must be {_WORDS[expected]}, got {given!r}")
+        for name in ("files", "report_to"):
+            given = getattr(self, name)
+            each = [given] if isinstance(given, (str, os.PathLike)) else given
+            if not isinstance(each, (list, tuple)) or not all(isinstance(x, (str, os.PathLike)) and x for x in each):
+                raise ValueError(f"{name} must be names or a list of them, got {given!r}")
 
     def decisions(self) -> dict[str, Any]:
         """What is in its run.json: all that can make this run another one than that."""

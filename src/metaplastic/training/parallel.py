@@ -59,7 +59,7 @@ def share(config: TrainConfig) -> Share:
         product = f"{config.batch_size} x {config.accumulation} = {rows} rows a step"
         raise ValueError(f"batch_size x accumulation: got {product} for {data} processes, expected a multiple")
     own = rows // data
-    at_once = max(size for size in range(1, config.batch_size + 1) if own % size == 0)
+    at_once = max(size for size in range(1, min(config.batch_size, own) + 1) if own % size == 0)
     return Share(at_once, own // at_once)
 
 
