@@ -1,8 +1,8 @@
 import dataclasses
 import json
 import math
-import re
 import random
+import re
 import shutil
 import signal
 import socket
