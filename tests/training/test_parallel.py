@@ -11,7 +11,7 @@ import torch
 from filelock import FileLock
 from safetensors.torch import load_file
 
-from metaplastic.training import TrainConfig
+from metaplastic.training import TrainConfig, train
 from metaplastic.training.checkpoint import check_seal, checkpoints, step_of
 from metaplastic.training.folder import identity, read_run
 from metaplastic.training.parallel import NOBODY, Shared, share
@@ -108,6 +108,7 @@ def test_rows_are_shared_as_one_process_takes_them():
         (1, {"parallel": "fsdp2"}, "parallel: got 'fsdp2', but one process was started"),
         (4, {"context_parallel": 3}, "context_parallel: got 3 of 4 processes, expected a divisor"),
         (2, {"context_parallel": 2, "compile": True}, "compile: got True, but context_parallel"),
+        (2, {"parallel": "fsdp2", "loss": "fused"}, "loss: got 'fused', but fsdp2 shards the output layer"),
     ],
 )
 def test_the_recipe_says_what_a_step_is(monkeypatch, processes, settings, expected):
@@ -117,6 +118,13 @@ def test_the_recipe_says_what_a_step_is(monkeypatch, processes, settings, expect
     else:
         with pytest.raises(ValueError, match=expected):
             share(TrainConfig(**settings))
+
+
+def test_layers_that_cannot_be_cut_claim_no_folder(tiny, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="context_parallel: layer 1 is 'attention', expected a memory of fixed size"):
+        train(tiny(mixer="palimpsa_d,attention", layers=2, context_parallel=2), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_unknown_settings_are_named():

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import ops
 from ..layers.mixer import Mixer, enter
@@ -53,6 +53,17 @@ class Context:
         self.border: _Border | None = None
 
 
+def mixers_to_cut(model: nn.Module) -> list[Any]:
+    """The mixers of a model; raises ValueError if one of them cannot be cut."""
+    if not isinstance(model, MetaplasticForCausalLM):
+        raise TypeError(f"model must be a MetaplasticForCausalLM, got {type(model).__name__}")
+    mixers: list[Any] = [block.mixer for block in model.model.layers]  # pyright: ignore
+    for i, (name, mixer) in enumerate(zip(model.config.mixers, mixers, strict=True)):
+        if not isinstance(mixer, Mixer) or mixer.growing_state:
+            raise ValueError(f"context_parallel: layer {i} is {name!r}, expected a memory of fixed size")
+    return mixers
+
+
 def parallelise_context(model: MetaplasticForCausalLM, group: dist.ProcessGroup) -> None:
     """Makes ``model`` compute, of every row it is called with, the shard of this process of ``group``.
 
@@ -62,12 +73,7 @@ def parallelise_context(model: MetaplasticForCausalLM, group: dist.ProcessGroup)
     Raises ValueError for a model with a layer that cannot be cut (attention), and in calls for what would need more
     than a shard: caches, padded batches, rows too short to be cut.
     """
-    if not isinstance(model, MetaplasticForCausalLM):
-        raise TypeError(f"model must be a MetaplasticForCausalLM, got {type(model).__name__}")
-    mixers: list[Any] = [block.mixer for block in model.model.layers]  # pyright: ignore
-    for i, (name, mixer) in enumerate(zip(model.config.mixers, mixers, strict=True)):
-        if not isinstance(mixer, Mixer) or mixer.growing_state:
-            raise ValueError(f"context_parallel: layer {i} is {name!r}, expected a memory of fixed size")
+    mixers = mixers_to_cut(model)
     context = Context(Line(group))
     widest = 1
     for mixer in mixers:

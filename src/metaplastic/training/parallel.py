@@ -50,6 +50,8 @@ def share(config: TrainConfig) -> Share:
     if world == 1 and config.parallel is not None:
         started = "but one process was started (torchrun --nproc-per-node N -m metaplastic train ...)"
         raise ValueError(f"parallel: got {config.parallel!r}, {started}")
+    if config.parallel == "fsdp2" and config.loss == "fused":
+        raise ValueError("loss: got 'fused', but fsdp2 shards the output layer: leave it out (auto), or take 'plain'")
     if world % config.context_parallel:
         raise ValueError(f"context_parallel: got {config.context_parallel} of {world} processes, expected a divisor")
     if config.context_parallel > 1 and config.compile:

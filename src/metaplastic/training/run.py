@@ -20,6 +20,7 @@ from ..tasks import shards, stream, text
 from .card import write_card
 from .checkpoint import check_seal, last_checkpoint, step_of
 from .config import TrainConfig
+from .context import mixers_to_cut
 from .data import Data, announce, load_data
 from .divergence import Divergence
 from .flops import least_seconds
@@ -83,6 +84,8 @@ def _train(config: TrainConfig, output: Path, overwrite: bool) -> dict[str, Any]
     model.loss_form = config.loss
     checkpoint_activations(model, config.checkpointing)
     _fused_by(config, model)
+    if config.context_parallel > 1:
+        mixers_to_cut(model)
     with alone(output):
         with first_comes_first():
             if same := holds_this_run(config, output, overwrite and is_first()):
