@@ -143,7 +143,7 @@ def test_every_size_has_a_kernel_that_fits():
     [(16 * 16, 2048, (3, 1, 3, 1)), (8 * 16, 2048, (1, 3, 3, 1)), (16, 100, (1, 3, 3, 1)), (144, 70, (3, 1, 3, 1))],
 )
 def test_few_heads_get_more_warps_each(heads, length, expected):
-    """As measured on an H200 at K = V = 48: 2.4 ms against 2.8 with many heads; with few, a block has a device part."""
+    """With many heads a warp takes all keys of its values, and two blocks share a multiprocessor."""
     assert tuple(cuda.tensor_walk(48, 48, heads, length, 132).definitions.values()) == expected
 
 

@@ -11,7 +11,8 @@ from . import layout
 from .backward import BLOCK, plain_walk, tensor_walk
 from .problem import MULTIPLE
 
-LOADS = (0.1, 0.5, 1.0, 1.5, 4.0)  # heads per multiprocessor: the backward of few is cut otherwise than that of many
+# Heads per multiprocessor: the backward of few is cut otherwise than that of many.
+LOADS = (0.02, 0.1, 0.5, 0.75, 1.0, 1.5, 4.0)
 
 
 @functools.cache
