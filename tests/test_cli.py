@@ -172,6 +172,7 @@ def trained(texts, tmp_path_factory):
     assert outcome.exit_code == 0, outcome.output
     unfolded = "".join(line.rsplit("│", 2)[1].strip() for line in outcome.output.splitlines() if "│" in line)
     assert "held-out loss" in outcome.output and f"{folder}/final{folder}/results.json" in unfolded
+    assert (folder / "curves" / "index.html").is_file() and f"{folder}/curves/index.html" in unfolded
     return folder
 
 

@@ -20,7 +20,7 @@ from rich.table import Table
 from .cli_bench import bench
 from .cli_data import data
 from .cli_recipes import plan, recipes
-from .cli_train import train
+from .cli_train import compare, train
 from .terminal import (
     Groups,
     KeySize,
@@ -85,7 +85,7 @@ def main() -> None:
         sys.exit(130)
 
 
-for each in (train, recipes, plan):
+for each in (train, compare, recipes, plan):
     app.command()(each)
 
 

@@ -81,6 +81,8 @@ def bench_training(
     peak_flops: Annotated[
         float | None, typer.Option(help="FLOP/s of the device, for the MFU. None: of its bf16 products, if known.")
     ] = None,
+    compiled: Annotated[bool, typer.Option("--compile", help="torch.compile, block by block.")] = False,
+    kernels: Annotated[int, typer.Option(help="So many of the largest kernels in the terminal (the page has 20).")] = 0,
 ) -> None:
     """An optimiser step of the real Trainer: tokens per second, MFU, peak memory, and what makes the host wait."""
     make_folder(output)
@@ -92,14 +94,59 @@ def bench_training(
 
     models = {name: find(name).network() for name in recipe or TRAINED}
     models = training_speed.with_peers(models) if peers and bf16 else models
-    step = training_speed.Setting(batch, length, repetitions, bf16, checkpointing, loss, peak_flops)
+    step = training_speed.Setting(batch, length, repetitions, bf16, checkpointing, loss, peak_flops, compiled)
     measured, path = {}, output / "results.json"
     layouts = tuple(layout or training_speed.LAYOUTS)
     for name, found in training_speed.bench_training(models, output, step, layouts=layouts, data=data):
         measured[name] = found
-        print_table(name, *training_page.training_rows(found))
+        print_table(name, *training_page.training_rows(found), *training_page.kernel_rows(found, kernels))
         settings |= {"recipe": list(models), "layout": list(layouts), "own shards": data is None}
         record = results.record("bench training", measured, seeds=[0], settings=settings)
         results.write_json(path, record)  # after every part: it may be cut short
         training_page.training_page(record, output)
+    console.print(f"results: {path}\nopen in a browser: {output / 'index.html'}")
+
+
+@bench.command("parallel")
+def bench_parallel(
+    recipe: Annotated[list[str] | None, typer.Option(help="What is timed, a recipe; may be repeated.")] = None,
+    alike: Annotated[list[str] | None, typer.Option(help="Of which steps are compared alone; may be repeated.")] = None,
+    resume: Annotated[list[str] | None, typer.Option(help="A run that is left and goes on; may be repeated.")] = None,
+    output: Output = Path("runs/bench-parallel"),
+    processes: Annotated[int, typer.Option(help="One GPU each; without GPUs, processes of this CPU.")] = 2,
+    batch: Annotated[int, typer.Option(help="Rows that a GPU takes at once.")] = 8,
+    length: Annotated[int, typer.Option(help="Tokens of a row.")] = 2048,
+    long: Annotated[int, typer.Option(help="Tokens of the row that is cut (context parallelism).")] = 65_536,
+    repetitions: Annotated[int, typer.Option(help="Steps that are timed.")] = 6,
+    way: Annotated[list[str] | None, typer.Option(help="ddp, one, fsdp2, context; may be repeated. None: all.")] = None,
+    waits: Annotated[bool, typer.Option(help="Look for what makes the host wait.")] = True,
+    compiled: Annotated[bool, typer.Option("--compile", help="torch.compile, but for context parallelism.")] = False,
+    seconds: Annotated[float, typer.Option(help="A way that takes longer is ended.")] = 1800.0,
+    quick: Annotated[bool, typer.Option(help="Models and steps of a toy: does it work here?")] = False,
+) -> None:
+    """The same run in one process and in several (DDP, FSDP2, context parallelism): equal steps, speed, memory."""
+    make_folder(output)
+    quiet_transformers()
+    from . import results
+    from .evaluation import parallel_page, parallel_speed
+    from .recipes.language import find
+
+    size, small = ("debug", "debug") if quick else ("760M", "17M")
+    names = [recipe or [f"palimpsa_d-{size}"], alike or [f"bayesian-{small}"], resume or [f"palimpsa_d-{small}"]]
+    models = [{name: (find(name).network(), find(name).config(accumulation=1)) for name in each} for each in names]
+    chosen: dict = {"processes": processes, "batch": batch, "length": length, "long": long, "repetitions": repetitions}
+    chosen |= {"compile": compiled, "profiled": waits, "seconds": seconds}
+    if quick:
+        chosen |= {"batch": 1, "length": 32, "long": 64, "few": 16, "alike": (1, 16), "repetitions": 2, "part": 2}
+    setting = parallel_speed.Setting(**chosen)
+    measured, path, ways = {}, output / "results.json", way or list(parallel_speed.WAYS)
+    timed, compared, resumed = models
+    for name, found in parallel_speed.bench_parallel(timed, compared, resumed, output, setting, ways):
+        measured[name] = found
+        rows = parallel_page.compared_rows if name == "compared" else parallel_page.way_rows
+        print_table(name, *rows(found))
+        settings = dict(zip(("recipe", "alike", "resume"), names, strict=True)) | chosen | {"ways": ways}
+        record = results.record("bench parallel", measured, seeds=[0], settings=settings)
+        results.write_json(path, record)  # after every part: it may be cut short
+        parallel_page.parallel_page(record, output)
     console.print(f"results: {path}\nopen in a browser: {output / 'index.html'}")

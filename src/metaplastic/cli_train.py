@@ -1,4 +1,4 @@
-"""``metaplastic train``: a language model from text."""
+"""``metaplastic train`` and ``compare``: a language model from text, and its curves beside those of others."""
 
 import logging
 import os
@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from .terminal import Groups, KeySize, Mixer, Output, ValueSize, print_table, quiet_transformers
+from .terminal import Groups, KeySize, Mixer, Output, ValueSize, make_folder, print_table, quiet_transformers
 
 logger = logging.getLogger("metaplastic")
 
@@ -130,6 +130,11 @@ def train(
             logger.warning("interrupted before there was a checkpoint in %s: the same command begins again", output)
         raise
     if int(os.environ.get("RANK", 0)) == 0:
+        from .evaluation.curves import curves_page, read_runs
+        from .training.folder import CURVES
+
+        make_folder(output / CURVES)
+        page = curves_page(read_runs([output]), output / CURVES)
         print_table(
             "Trained",
             ("held-out loss (nats/token)", f"{result['eval_loss']:.4f}"),
@@ -138,4 +143,19 @@ def train(
             ("parameters", f"{result['parameters']:,}"),
             ("model", str(output / "final")),
             ("results", str(output / "results.json")),
+            ("curves", str(page)),
         )
+
+
+def compare(
+    runs: Annotated[list[Path], typer.Argument(help="Output folders of `metaplastic train`, or their results files.")],
+    output: Output = Path("runs/compare"),
+) -> None:
+    """Finished training runs beside each other: curves and numbers on one page."""
+    from .evaluation.curves import curves_page, read_runs
+
+    records = read_runs(runs)
+    make_folder(output)
+    page = curves_page(records, output)
+    rows = [(name, f"{record['measurements']['eval_loss']:.4f}") for name, record in records.items()]
+    print_table("Held-out loss (nats per token)", *rows, ("page", str(page)))

@@ -1,23 +1,32 @@
 """``bench training`` on a CPU, at the size of a toy: what it measures, and that it sees what makes a host wait."""
 
+import itertools
 import json
 import re
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.autograd import DeviceType
 from typer.testing import CliRunner
 
 from metaplastic import ops
 from metaplastic.cli_bench import bench
 from metaplastic.evaluation import training_speed
 from metaplastic.evaluation.speed import operator_inputs
-from metaplastic.evaluation.training_speed import SCALAR, Setting, _Clock
+from metaplastic.evaluation.training_page import kernel_rows
+from metaplastic.evaluation.training_profile import PROFILED, SCALAR, kernels
+from metaplastic.evaluation.training_speed import Setting, _Clock
 from metaplastic.models import size
 from metaplastic.recipes.language import find
+from metaplastic.training.compiled import compile_blocks
 from metaplastic.training.flops import model_flops
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    # PyTorch's compiler hides its own warning, but not from who makes it an error.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -26,14 +35,16 @@ def shards(tmp_path_factory):
 
 
 def test_the_command(tmp_path, monkeypatch, shards):
+    """Compiled, as far as PyTorch's frontend does it: its compiler takes a minute (tests/training/test_compile.py)."""
     monkeypatch.setattr(training_speed, "SECONDS", 0.1)
+    monkeypatch.setattr(training_speed, "compile_blocks", lambda model: compile_blocks(model, "eager"))
     arguments = ["training", "--recipe", "palimpsa_d_additive-debug", "--batch", "2", "--length", "32", "--layout"]
     arguments += ["packed", "--repetitions", "2", "--checkpointing", "full", "--data", str(shards)]
-    arguments += ["--output", str(tmp_path), "--peak-flops", "1e11"]
+    arguments += ["--output", str(tmp_path), "--peak-flops", "1e11", "--compile"]
     shown = CliRunner().invoke(bench, arguments, env={"COLUMNS": "160"})
     assert shown.exit_code == 0, shown.output
     record = json.loads((tmp_path / "results.json").read_text())
-    assert list(record["measurements"]) == ["palimpsa_d_additive-debug, packed", "loader, 2 x 32"]
+    assert list(record["measurements"]) == ["palimpsa_d_additive-debug, packed, compiled", "loader, 2 x 32"]
     found, read = record["measurements"].values()
     config = find("palimpsa_d_additive-debug").network()
     assert found["backends"] == ["additive_chunked"] and found["parameters"] == size(config).parameters
@@ -42,6 +53,8 @@ def test_the_command(tmp_path, monkeypatch, shards):
     assert found["model FLOP/s"] == pytest.approx(model_flops(size(config), 0) * found["tokens per second"])
     assert found["MFU"] == pytest.approx(found["model FLOP/s"] / 1e11) and found["peak FLOP/s"] == 1e11
     assert found[training_speed.LOADER] == pytest.approx(read["tokens per second"] / found["tokens per second"])
+    assert found["compile"] and found["graphs"] == 1 and found["compile seconds"] > 0
+    assert re.search(r"compiled\s+│ in [\d.]+ s, 1 graphs", shown.output)
     # On a CPU nothing waits for a device, and there is no word of what only a GPU has; nor an exponent.
     assert "waits" not in found and "peak memory GB" not in found
     assert not re.search(r"DtoH|in a step|peak memory|\de[+-]\d", shown.output)
@@ -49,7 +62,7 @@ def test_the_command(tmp_path, monkeypatch, shards):
     html = (tmp_path / "index.html").read_text()
     assert "tokens_per_second.png" in {file.name for file in tmp_path.iterdir()} and "<figure>" in html
     assert "peak memory" not in html and not re.search(r"<td.*\de[+-]\d", html.split("<details>")[0])
-    assert "palimpsa_d_additive-debug, packed" in html and "additive_chunked" in html
+    assert "palimpsa_d_additive-debug, packed, compiled" in html and "additive_chunked" in html
     assert "tokens per second" in shown.output and "checkpointing full" in shown.output
 
 
@@ -71,6 +84,7 @@ def test_a_step_is_seen_as_it_is(capfd):
     def run():
         ops.palimpsa(**inputs, backend="chunked")
 
+    run()  # the profiler keeps names of what an import runs and forgets
     few, x = profiled(run), torch.ones(2)
     many = profiled(lambda: (run(), [float(x.sum()) for _ in range(3)]))
     assert many.waits()["counts"][SCALAR] == few.waits()["counts"][SCALAR] + 3
@@ -83,6 +97,32 @@ def test_a_step_is_seen_as_it_is(capfd):
     assert any("metaplastic/ops/contract.py" in place for place in where)
     assert not any(place.split(": ")[1].startswith("/") for place in where)
     assert "USDT" not in capfd.readouterr().err
+
+
+def test_the_largest_kernels():
+    """Of the device alone, without the span of the step itself and those that others mark."""
+    device, host = DeviceType.CUDA, DeviceType.CPU
+
+    def event(name, us, where=device, marked=False):
+        span = SimpleNamespace(elapsed_us=lambda: us)
+        return SimpleNamespace(name=name, device_type=where, time_range=span, is_user_annotation=marked)
+
+    events = [event("product", 30.0), event("copy", 5.0), event("product", 60.0), event("copy", 900.0, host)]
+    events += [event(PROFILED, 500.0), event("Optimizer.step", 500.0, marked=True), event("sum", 5.0)]
+    found = kernels(events)
+    assert found[0] == {"name": "product", "ms": 0.09, "share": 0.9, "calls": 2}
+    assert [row["name"] for row in found] == ["product", "copy", "sum"]
+    assert kernel_rows({"kernels": found}, 1) == [("0.09 ms, 90.0%", "2 x product")] and kernel_rows({}, 1) == []
+
+
+def test_a_graph_that_is_compiled_while_steps_are_timed(tmp_path, monkeypatch, shards):
+    """Is an error: that time would be taken for the step's."""
+    monkeypatch.setattr(training_speed, "compile_blocks", lambda model: None)
+    monkeypatch.setattr(training_speed, "_graphs", itertools.count().__next__)
+    text = training_speed.ShardedText(shards, 32, seed=0)
+    config, setting = find("palimpsa_d_additive-debug").network(), Setting(2, 32, 2, False, compile=True)
+    with pytest.raises(RuntimeError, match="2 graphs were compiled while steps were timed"):
+        training_speed.bench_step(config, text, tmp_path, setting, "rows")
 
 
 def test_rows_have_real_borders(shards):
@@ -122,3 +162,4 @@ def test_a_step_on_a_device_reads_nothing_from_it(tmp_path, shards, layout):
     found = training_speed.bench_step(config, text, tmp_path, setting, layout)
     assert found["peak memory GB"] > 16 * found["parameters"] / 1e9
     assert found["waits"]["counts"]["Memcpy DtoH"] == 0, found["waits"]["where"]
+    assert len(found["kernels"]) > 5 and sum(row["share"] for row in found["kernels"]) <= 1

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from metaplastic.layers import ShortConvolution
 
 
-def layer(channels=6, kernel_size=4):
-    return ShortConvolution(channels, kernel_size).double()
+def layer(channels=6, kernel_size=4, **options):
+    return ShortConvolution(channels, kernel_size, **options).double()
 
 
 @pytest.mark.parametrize("kernel_size", [1, 2, 4])
@@ -23,6 +23,17 @@ def test_equals_torch(kernel_size, length):
     torch.testing.assert_close(y, expected)
     assert state.shape == (2, kernel_size - 1, 6)
     torch.testing.assert_close(state, padded.transpose(1, 2)[:, length:])
+
+
+def test_the_activation_is_on_the_output_alone():
+    conv, x = layer(bias=True, activation="silu"), torch.randn(2, 9, 6, dtype=torch.float64)
+    linear = layer(bias=True)
+    linear.load_state_dict(conv.state_dict())
+    keep = torch.rand(2, 9) > 0.3
+    for given in ({}, {"mask": keep}, {"state": torch.randn(2, 3, 6, dtype=torch.float64)}):
+        (y, state), (expected, final) = conv(x, **given), linear(x, **given)
+        torch.testing.assert_close(y, F.silu(expected))
+        assert torch.equal(state, final)
 
 
 def test_any_split():

@@ -5,8 +5,11 @@ import itertools
 
 import pytest
 import torch
+import torch._dynamo.testing
 
+from metaplastic.layers import ShortConvolution
 from metaplastic.ops import dispatch
+from metaplastic.ops.convolution import check, short_convolution
 
 from .mixers import KINDS, TOLERANCE, cells, close, cut, flat, gradients, inputs, make, masks, rebuilt, trained
 from .test_guarantees import oracle
@@ -109,3 +112,57 @@ def test_offsets_given_on_the_cpu(kind):
     (y, state), (expected, final) = layer(x, cu_seqlens=offsets), layer(x, cu_seqlens=offsets.cuda())
     assert torch.equal(y, expected)
     assert all(torch.equal(s, t) for s, t in zip(flat(state), flat(final), strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", check.CASES, ids=str)
+def test_short_convolution(case, dtype):
+    """One kernel forward, one backward, without waiting for the device; the same bits every time."""
+    assert not check.failures(check.measure("auto", case, dtype, "cuda"), dtype)
+    inputs = check.example(case, dtype, "cuda")
+    first, again = (check.results("triton", inputs, case.final) for _ in range(2))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    x = inputs["x"].requires_grad_()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        y, _ = short_convolution(**inputs, backend="triton")
+        y.backward(torch.ones_like(y))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert x.grad is not None
+
+
+def test_compiled_convolution():
+    """Inductor, one graph for all lengths and numbers of sequences."""
+    torch._dynamo.reset()
+    conv = ShortConvolution(96, 4, bias=True, activation="silu").cuda()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("inductor")
+    compiled = torch.compile(conv, fullgraph=True, dynamic=True, backend=counter)
+    for length, cuts in ((90, (0, 5, 90)), (200, (0, 5, 9, 150)), (301, (0, 0, 8, 100, 300))):
+        x = torch.randn(1, length, 96, device="cuda", requires_grad=True)
+        offsets = torch.tensor(cuts, device="cuda")
+        (y, state), (expected, final) = compiled(x, cu_seqlens=offsets), conv(x, cu_seqlens=offsets)
+        assert torch.equal(y, expected)
+        assert torch.equal(state, final)
+        found, wanted = (gradients(z.square().sum(), x, *conv.parameters()) for z in (y, expected))
+        for a, b in zip(found, wanted, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-4)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.slow
+def test_convolution_of_more_than_2_31_elements():
+    """bf16, 4 GB for each tensor of x's size; the last tokens and the weight's gradient against a short call."""
+    channels, length = 2048, 2**20 + 1000
+    x = torch.zeros(1, length, channels, dtype=torch.bfloat16, device="cuda")
+    x[:, -70:] = torch.randn(1, 70, channels, device="cuda")
+    weight = torch.randn(channels, 4, device="cuda", requires_grad=True)
+    tail = x[:, -80:].clone().requires_grad_()
+    y, expected = (short_convolution(z, weight, activation="silu")[0] for z in (x.requires_grad_(), tail))
+    assert torch.equal(y[:, -80:], expected)
+    dy = torch.randn(1, 70, channels, device="cuda").bfloat16()
+    found = torch.autograd.grad(y[:, -70:], (x, weight), dy)
+    wanted = torch.autograd.grad(expected[:, -70:], (tail, weight), dy)
+    assert torch.equal(found[0][:, -80:], wanted[0])
+    torch.testing.assert_close(found[1], wanted[1], rtol=1e-4, atol=1e-3)

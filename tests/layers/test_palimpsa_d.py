@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from metaplastic import layers, rules
-from metaplastic.layers.mixer import l2_normalize
+from metaplastic.layers.norms import l2_normalize
 
 from .mixers import inputs, make
 

@@ -1,4 +1,4 @@
-// Runs the kernels of metaplastic.ops.palimpsa.cuda on a CPU: one fibre per thread, one block after another.
+// Runs the CUDA kernels of metaplastic.ops on a CPU: one fibre per thread, one block after another.
 //
 // Only what those kernels use is here. Fibres of a warp meet at every warp instruction (shuffle, ballot, matrix
 // product), those of a block at __syncthreads(). Shared memory starts as NaN: reading what nobody wrote shows.
@@ -32,14 +32,16 @@ namespace emulation {
 struct Dim { unsigned x; };
 struct Fibre { ucontext_t context; Dim thread; int lane, warp; bool done; std::vector<char> stack; };
 struct Warp { long generation; int arrived; u32 slots[2][32][6]; };
+struct Meeting { long generation; int arrived; };
 
 static std::vector<Fibre> fibres;
 static std::vector<Warp> warps;
 static Fibre* current;
 static ucontext_t scheduler;
-static Dim block;
+static Dim block, grid;
 static long block_generation;
 static int block_arrived;
+static Meeting meetings[16];
 static u32* shared_memory;
 static std::function<void()> body;
 
@@ -76,6 +78,7 @@ void call(void (*kernel)(Arguments...), void** arguments, std::index_sequence<in
 template <class... Arguments>
 void launch(void (*kernel)(Arguments...), unsigned blocks, int threads, int shared_bytes, void** arguments) {
     body = [=] { call(kernel, arguments, std::index_sequence_for<Arguments...>()); };
+    grid.x = blocks;
     for (block.x = 0; block.x < blocks; block.x++) {
         std::vector<u32> memory(shared_bytes / 4 + 4, 0x7fc00000u);
         shared_memory = (u32*)(((uintptr_t)memory.data() + 15) & ~(uintptr_t)15);
@@ -103,6 +106,7 @@ void launch(void (*kernel)(Arguments...), unsigned blocks, int threads, int shar
 
 #define threadIdx (emulation::current->thread)
 #define blockIdx (emulation::block)
+#define gridDim (emulation::grid)
 
 static inline void __syncthreads() {
     using namespace emulation;
@@ -176,18 +180,61 @@ static inline void multiply_8(float (&d)[4], u32 a0, u32 a1, u32 b) {
 static inline void multiply_16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     multiply(d, emulation::exchange({a0, a1, a2, a3, b0, b1}), 16);
 }
+// What tensor cores see of a float32 number.
+static inline float cut_tf32(u32 x) { return __uint_as_float(x & 0xffffe000u); }
+static inline void multiply_tf32(float (&d)[4], float a0, float a1, float a2, float a3, float b0, float b1) {
+    auto bits = __float_as_uint;
+    auto all = emulation::exchange({bits(a0), bits(a1), bits(a2), bits(a3), bits(b0), bits(b1)});
+    int row = emulation::current->lane >> 2, column = emulation::current->lane & 3;
+    for (int i = 0; i < 4; i++) {
+        int half = i >> 1, c = 2 * column + (i & 1);
+        double sum = d[i];
+        for (int x = 0; x < 8; x++)
+            sum += (double)cut_tf32(all[row * 4 + x % 4][half + 2 * (x / 4)]) * cut_tf32(all[c * 4 + x % 4][4 + x / 4]);
+        d[i] = (float)sum;
+    }
+}
+static inline float reciprocal_root(float x) { return 1.f / sqrtf(x); }
+static inline void __syncwarp() { emulation::exchange({}); }
+static inline int atomicAdd(int* to, int x) { int before = *to; *to += x; return before; }
+static inline void announce(int* to, int number) { *to = number; }
+static inline void await(const int* from, int number) { if (*from < number) abort(); }  // earlier blocks are done
+template <int> void more_registers() {}
+template <int> void fewer_registers() {}
 static inline void copy_16(u32* destination, const void* source, bool valid) {
     if (valid) memcpy(destination, source, 16);
     else memset(destination, 0, 16);
 }
-struct Barrier { u16 threads, missing; u32 phase; };
-static inline void barrier_start(u64* barrier, int threads) { *(Barrier*)barrier = {(u16)threads, (u16)threads, 0}; }
-static inline void barrier_arrive(u64* barrier) {
+struct Barrier { u16 threads, missing; u32 phase : 1; int bytes : 31; };
+static inline void barrier_start(u64* barrier, int threads) { *(Barrier*)barrier = {(u16)threads, (u16)threads, 0, 0}; }
+static inline void barrier_count(u64* barrier, int arrived, int bytes) {
     Barrier* b = (Barrier*)barrier;
-    if (--b->missing == 0) b->missing = b->threads, b->phase++;
+    b->missing -= arrived, b->bytes += bytes;
+    if (b->missing == 0 && b->bytes == 0) b->missing = b->threads, b->phase++;
 }
+static inline void barrier_arrive(u64* barrier) { barrier_count(barrier, 1, 0); }
+static inline void barrier_expect(u64* barrier, int bytes) { barrier_count(barrier, 1, bytes); }
 static inline void barrier_wait(u64* barrier, int parity) {
-    while ((((volatile Barrier*)barrier)->phase & 1) == (u32)parity) emulation::yield();
+    while (((Barrier*)barrier)->phase == (u32)parity) emulation::yield();
+}
+static inline void copy_in(void* to, const void* from, int bytes, u64* barrier) {
+    if ((u64)to % 16 || (u64)from % 16 || bytes % 16) abort();
+    memcpy(to, from, bytes), barrier_count(barrier, 0, -bytes);
+}
+static inline void copy_out(void* to, const void* from, int bytes) {
+    if ((u64)to % 16 || (u64)from % 16 || bytes % 16) abort();
+    memcpy(to, from, bytes);
+}
+template <int> void copies_out_read() {}
+static inline void copies_out_written() {}
+static inline void copies_may_follow() {}
+static inline void copies_may_read() {}
+static inline void meet(int barrier, int threads) {
+    using namespace emulation;
+    Meeting& m = meetings[barrier];
+    long generation = m.generation;
+    if (++m.arrived == threads) m.arrived = 0, m.generation++;
+    else while (m.generation == generation) yield();
 }
 static inline void copies_issued() {}
 static inline void copies_arrived_but_last() {}

@@ -5,8 +5,7 @@ import warnings
 import pytest
 import torch
 
-from metaplastic.ops import accuracy, dispatch
-from metaplastic.ops.palimpsa.cuda import compile as compiler
+from metaplastic.ops import accuracy, dispatch, nvrtc
 from metaplastic.ops.palimpsa.cuda import kinds
 
 HALF, FULL = torch.bfloat16, torch.float32
@@ -16,7 +15,8 @@ HALF, FULL = torch.bfloat16, torch.float32
 def _a_machine_with_a_gpu(monkeypatch, tmp_path):
     monkeypatch.setenv("METAPLASTIC_CACHE", str(tmp_path))
     monkeypatch.setattr(dispatch, "_installed", lambda package: True)
-    monkeypatch.setattr(compiler, "too_old", lambda: None)
+    monkeypatch.setattr(nvrtc, "too_old", lambda: None)
+    monkeypatch.setattr(nvrtc, "too_small", lambda: None)
     dispatch._forget()
     yield
     monkeypatch.undo()

@@ -3,65 +3,15 @@
 What only a GPU can show (speed, rounding inside tensor cores, races) is in test_gpu.py.
 """
 
-import ctypes
-import functools
-import hashlib
-import shutil
-import subprocess
-from pathlib import Path
-
 import pytest
 import torch
 
-from metaplastic.ops import accuracy
+from metaplastic.ops import accuracy, nvrtc
 from metaplastic.ops.accuracy import Case
 from metaplastic.ops.palimpsa import cuda
-from metaplastic.ops.palimpsa.cuda import compile as compiler
 from metaplastic.ops.palimpsa.cuda import layout, states
 
-HERE = Path(__file__).parent
-COMPILER = shutil.which("g++")
-needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no g++ here: the CUDA kernels are NOT checked")
-
-
-@pytest.fixture(scope="module")
-def emulator(tmp_path_factory):
-    """``emulator(name, device, **definitions)`` stands in for :func:`metaplastic.ops.palimpsa.cuda.compile.kernel`."""
-    folder = tmp_path_factory.mktemp("emulated")
-
-    @functools.cache
-    def build(name, device, **definitions):
-        defined = [f"-D{n}={x}" for n, x in sorted(definitions.items())]
-        source = f"""#include "{name}.cu"
-extern "C" void run(unsigned blocks, void** arguments) {{
-    emulation::launch({name}, blocks, launch_shape[0], launch_shape[1], arguments);
-}}"""
-        library = folder / (name + hashlib.sha256(repr(defined).encode()).hexdigest()[:16] + ".so")
-        command = [COMPILER, "-O1", "-std=c++17", "-w", "-DEMULATED", *defined, f"-I{HERE}", f"-I{compiler.FOLDER}"]
-        subprocess.run(
-            [*command, "-shared", "-fPIC", "-x", "c++", "-", "-o", library], input=source.encode(), check=True
-        )
-        run = ctypes.CDLL(str(library)).run
-
-        def launch(blocks, *arguments):
-            values, pointers = compiler.pack(arguments)
-            run(ctypes.c_uint(blocks), pointers)
-
-        return launch
-
-    return build
-
-
-@pytest.fixture
-def emulated(emulator, monkeypatch):
-    used = []
-
-    def kernel(name, device, **definitions):
-        used.append(name)
-        return emulator(name, device, **definitions)
-
-    monkeypatch.setattr(compiler, "kernel", kernel)
-    return used
+from .emulation import emulated, emulator, needs_compiler  # noqa: F401 (the first two are fixtures)
 
 
 def run(case, dtype):
@@ -80,7 +30,7 @@ def run(case, dtype):
 
 @needs_compiler
 @pytest.mark.parametrize("decay", ["none", "mild", "mixed"])
-def test_every_decay(emulated, decay):
+def test_every_decay(emulated, decay):  # noqa: F811
     """0, -0.1, -50, -1000 and -inf side by side in one tile: the tensor-core kernel rescales where it must."""
     errors = run(Case(batch=1, length=70, decay=decay), torch.bfloat16)
     assert max(errors) < 4e-3, errors
@@ -100,14 +50,14 @@ def test_every_decay(emulated, decay):
     ],
     ids=str,
 )
-def test_shapes(emulated, case):
+def test_shapes(emulated, case):  # noqa: F811
     errors = run(case, torch.bfloat16)
     assert errors[0] < 4e-3 and max(errors[1:]) < 2e-5, errors
 
 
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16], ids=str)
-def test_token_by_token(emulated, dtype):
+def test_token_by_token(emulated, dtype):  # noqa: F811
     for case in accuracy.CASES[1:]:
         errors = run(case, dtype)
         assert max(errors) < accuracy.TOLERANCES["palimpsa", "chunked"][dtype].forward, errors
@@ -116,7 +66,7 @@ def test_token_by_token(emulated, dtype):
 
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_decoding(emulated, dtype):
+def test_decoding(emulated, dtype):  # noqa: F811
     for case in (
         Case(batch=5, length=1, heads=3, key_size=6, value_size=7, decay="mixed"),
         Case(batch=1, length=6, offsets=(0, 1, 2, 3, 4), decay="mixed", initial=False),  # packed, and a tail
@@ -129,7 +79,7 @@ def test_decoding(emulated, dtype):
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("offsets", [None, (0, 0, 1, 193, 258)], ids=str)
-def test_spans_side_by_side(emulated, monkeypatch, dtype, offsets):
+def test_spans_side_by_side(emulated, monkeypatch, dtype, offsets):  # noqa: F811
     """A sequence cut into spans reads as if it were not cut."""
     monkeypatch.setattr(layout, "span_length", lambda *_: 64)
     case = Case(
@@ -144,7 +94,7 @@ def test_spans_side_by_side(emulated, monkeypatch, dtype, offsets):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("offsets", [None, (0, 0, 1, 193, 258)], ids=str)
 @pytest.mark.parametrize("length", [64, 1 << 20])
-def test_chunk_states(emulated, monkeypatch, dtype, offsets, length):
+def test_chunk_states(emulated, monkeypatch, dtype, offsets, length):  # noqa: F811
     """The state before every 64 tokens, in the order that the docstring gives."""
     monkeypatch.setattr(layout, "span_length", lambda *_: length)
     case = Case(batch=1 if offsets else 2, length=260, heads=2, key_size=12, value_size=9, offsets=offsets)
@@ -180,30 +130,30 @@ def counted(monkeypatch, tmp_path):
         return repr((source, options)).encode()
 
     monkeypatch.setenv("METAPLASTIC_CACHE", str(tmp_path))
-    monkeypatch.setattr(compiler, "_compile", compile_)
-    monkeypatch.setattr(compiler, "_compiler_version", lambda: (13, 0))
+    monkeypatch.setattr(nvrtc, "_compile", compile_)
+    monkeypatch.setattr(nvrtc, "_compiler_version", lambda: (13, 0))
     return done
 
 
 def test_machine_code_is_cached(counted, monkeypatch, tmp_path):
-    first = compiler.machine_code("carry", "sm_90", {"REAL": "float"})
-    assert compiler.machine_code("carry", "sm_90", {"REAL": "float"}) == first
+    first = nvrtc.machine_code(layout.FOLDER, "carry", "sm_90", {"REAL": "float"})
+    assert nvrtc.machine_code(layout.FOLDER, "carry", "sm_90", {"REAL": "float"}) == first
     assert len(counted) == 1
-    assert compiler.machine_code("carry", "sm_90", {"REAL": "double"}) != first
-    assert compiler.machine_code("carry", "sm_80", {"REAL": "float"}) != first
-    monkeypatch.setattr(compiler, "_compiler_version", lambda: (13, 1))
-    compiler.machine_code("carry", "sm_90", {"REAL": "float"})
+    assert nvrtc.machine_code(layout.FOLDER, "carry", "sm_90", {"REAL": "double"}) != first
+    assert nvrtc.machine_code(layout.FOLDER, "carry", "sm_80", {"REAL": "float"}) != first
+    monkeypatch.setattr(nvrtc, "_compiler_version", lambda: (13, 1))
+    nvrtc.machine_code(layout.FOLDER, "carry", "sm_90", {"REAL": "float"})
     assert len(counted) == 4
     assert {path.suffix for path in (tmp_path / "cuda").iterdir()} == {".cubin"}  # no half-written file stays behind
 
 
 @pytest.mark.parametrize("damage", [b"", b"x", lambda whole: whole[:-1], lambda whole: whole[:-1] + b"?"])
 def test_a_damaged_cache_is_compiled_anew(counted, tmp_path, damage):
-    code = compiler.machine_code("carry", "sm_90", {"REAL": "float"})
+    code = nvrtc.machine_code(layout.FOLDER, "carry", "sm_90", {"REAL": "float"})
     (path,) = (tmp_path / "cuda").iterdir()
     whole = path.read_bytes()
     path.write_bytes(damage(whole) if callable(damage) else damage)
-    assert compiler.machine_code("carry", "sm_90", {"REAL": "float"}) == code
+    assert nvrtc.machine_code(layout.FOLDER, "carry", "sm_90", {"REAL": "float"}) == code
     assert len(counted) == 2
     assert path.read_bytes() == whole
 
@@ -211,7 +161,7 @@ def test_a_damaged_cache_is_compiled_anew(counted, tmp_path, damage):
 def test_a_cache_that_cannot_be_written_is_done_without(counted, monkeypatch, tmp_path, caplog):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("METAPLASTIC_CACHE", str(tmp_path / "file"))
-    assert compiler.machine_code("carry", "sm_90", {"REAL": "float"})
+    assert nvrtc.machine_code(layout.FOLDER, "carry", "sm_90", {"REAL": "float"})
     assert "cannot be kept" in caplog.text
 
 
@@ -221,8 +171,10 @@ def test_every_kernel_compiles():
     pytest.importorskip("nvidia.cu13", reason="no NVRTC here: the CUDA kernels are NOT compiled")
     for keys, values in ((96, 192), (48, 48), (128, 64), (256, 256)):
         for variance in (0, 1):
-            assert compiler.machine_code(
-                "forward", "sm_90", {"VARIANCE": variance, **layout.forward(keys, values).definitions}
+            assert nvrtc.machine_code(
+                layout.FOLDER, "forward", "sm_90", {"VARIANCE": variance, **layout.forward(keys, values).definitions}
             )
         for job in (layout.CHUNKS, layout.LOCAL):
-            assert compiler.machine_code("states", "sm_90", {"JOB": job, **layout.states(keys, values).definitions})
+            assert nvrtc.machine_code(
+                layout.FOLDER, "states", "sm_90", {"JOB": job, **layout.states(keys, values).definitions}
+            )

@@ -23,7 +23,7 @@ def at_once(monkeypatch, op, elements, size=64):
 
 
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("most", [1, 2, 5, 1000])
+@pytest.mark.parametrize("most", [1, 2, 13, 1000])
 @pytest.mark.parametrize(
     "case",
     [
@@ -34,13 +34,15 @@ def at_once(monkeypatch, op, elements, size=64):
         Case(batch=1, length=75, offsets=(0, 3, 3, 36, 37, 53, 69), decay="mixed", key_size=4, value_size=6),
         Case(batch=1, length=40, offsets=(0, 0, 40), decay="none", key_size=4, value_size=6, initial=False),
         Case(batch=1, length=5, offsets=(0, 0), key_size=4, value_size=6),
+        Case(batch=1, length=330, offsets=(0, 330, 330), decay="mixed", key_size=2, value_size=3),  # places in blocks
+        Case(batch=1, length=330, offsets=(0, 20, 330), decay="mixed", key_size=2, value_size=3),
         Case(batch=2, length=37, decay="per key", key_size=4, value_size=6),
         Case(batch=1, length=75, offsets=(0, 3, 3, 36, 37, 53, 69), decay="per key", key_size=4, value_size=6),
     ],
     ids=str,
 )
 def test_groups_of_chunks(op, most, case, monkeypatch):
-    """Chunks of 16 in groups of one, two, five and all: outputs, states and every gradient are the rule's."""
+    """Chunks of 16 in groups of one, two, thirteen and all: outputs, states and every gradient are the rule's."""
     module = at_once(monkeypatch, op, 0, 16)
     kind, seen = module.Pieces, []
 

@@ -97,7 +97,7 @@ def test_every_step_has_the_tokens_of_its_recipe():
             {"batch_size": 3},
             "batch_size: got 3 rows of block_length 2,048, but recipe mamba2-17M has 131,0",
         ),
-        ("mamba2-17M", {"block_length": 2**18}, "batch_size: got 16 rows of block_length 262,144, but"),
+        ("mamba2-17M", {"block_length": 2**18}, "batch_size: got 64 rows of block_length 262,144, but"),
         ("palimpsa_m-17M-from-ablation", {}, "model: recipe .* goes on from a saved mamba2-17M, got none"),
         ("attention-17M", {}, "unknown recipe 'attention-17M'; did you mean transformer-17M or "),
         ("palimpsa_d-17M-from_ablation", {}, "did you mean palimpsa_d-17M-from-ablation or "),
@@ -111,7 +111,7 @@ def test_every_step_has_the_tokens_of_its_recipe():
         (
             "mamba2-17M",
             {"tokens_per_step": 5000},
-            "batch_size: got 16 rows .* recipe mamba2-17M has 5,000 tokens a step",
+            "batch_size: got 64 rows .* recipe mamba2-17M has 5,000 tokens a step",
         ),
         ("mamba2-17M", {"tokens_per_step": 0}, "tokens_per_step must be >= 1, got 0"),
         ("mamba2-17M", {"tokens_per_step": 2**21}, "warmup: got 200 steps of 163 with 2,097,152 tokens a step"),

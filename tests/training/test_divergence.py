@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import TrainerCallback
 
 from metaplastic.training import MetaplasticTrainer, train
 from metaplastic.training.checkpoint import checkpoints
@@ -46,6 +47,20 @@ def test_gradients_that_are_not_finite_are_not_saved(tiny, tmp_path, monkeypatch
     with pytest.raises(ValueError, match=r"the loss has diverged by step 6 \((grad_norm is nan|.* nan)\)"):
         train(tiny(eval_every=0, accumulation=1), tmp_path / "run")
     assert [path.name for path in checkpoints(tmp_path / "run")] == ["checkpoint-3"]
+
+
+def test_weights_that_overflow_in_the_step_of_a_save_are_not_saved(build, tmp_path):
+    class Overflow(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            if state.global_step == 4:
+                with torch.no_grad():
+                    model.model.layers[1].mixer.dt_bias.fill_(float("inf"))
+
+    trainer = build(max_steps=6, save_strategy="steps", save_steps=2)
+    trainer.add_callback(Overflow())
+    with pytest.raises(ValueError, match=r"the loss has diverged by step 4 \(the norm of the weights is inf\)"):
+        trainer.train()
+    assert [path.name for path in checkpoints(tmp_path / "run")] == ["checkpoint-2"]
 
 
 def test_an_error_of_another_kind_keeps_its_words(build, monkeypatch):

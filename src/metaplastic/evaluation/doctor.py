@@ -14,8 +14,11 @@ from typing import NamedTuple
 
 import torch
 
-from ..ops import accuracy, dispatch, fla_tuning
+from ..ops import accuracy, convolution, dispatch, fla_tuning
 from ..ops.accuracy import Case
+from ..ops.convolution import check as convolution_check
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class Check(NamedTuple):
@@ -33,10 +36,15 @@ def check_backends() -> Iterator[Check]:
     """
     devices = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
     failed = {}
+    for device in devices:
+        check = _check_convolution(device)
+        if check.status == "FAILED":
+            failed[check.configuration] = check.detail
+        yield check
     for op, entries in dispatch.BACKENDS.items():
         for backend in entries:
             for device in devices:
-                for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+                for dtype in DTYPES:
                     for check, blocked in _check_configuration(op, backend, device, dtype):
                         if check.status == "FAILED":
                             failed[blocked] = f"{check.configuration}: {check.detail}"
@@ -45,6 +53,27 @@ def check_backends() -> Iterator[Check]:
         dispatch.block(failed)
     except OSError as error:
         yield Check("block list", "unwritable", f"what failed cannot be remembered: {error}")
+
+
+def _check_convolution(device: str) -> Check:
+    """The kernels of the short convolution: one configuration for all dtypes."""
+    name, began = convolution.configuration("triton", device), time.perf_counter()
+    largest, problems = 0.0, []
+    with dispatch.block_list_ignored():
+        if (reason := convolution.reason_against("triton", device)) is not None:
+            return Check(name, "unavailable", reason)
+        try:
+            for dtype in DTYPES:
+                for case in convolution_check.CASES:
+                    errors = convolution_check.measure("triton", case, dtype, device)
+                    largest = max(largest, *errors.values())
+                    wrong = convolution_check.failures(errors, dtype)
+                    problems += [f"{dtype}, {what}: error {error:.1e}" for what, error in wrong.items()]
+        except Exception as error:  # as below
+            problems.append(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+            largest = float("inf")
+    detail = "; ".join(problems) or f"largest relative error {largest:.1e}"
+    return Check(name, "FAILED" if problems else "ok", detail, largest, time.perf_counter() - began)
 
 
 def _check_configuration(op: str, backend: str, device: str, dtype: torch.dtype) -> Iterator[tuple[Check, str]]:

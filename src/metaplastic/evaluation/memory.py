@@ -3,7 +3,8 @@
 Weights, gradients and AdamW's two averages are float32, and its count of steps is one float32 a tensor. Under bf16
 autocast every Linear and every short convolution has a bf16 copy of its weight, which waits for the backward pass. What
 else waits, of one token and layer, is counted term by term below, as eager PyTorch keeps it on a CPU (a test compares
-it); fused RMS norms on a GPU keep one float32 number of the width less. Not counted: what a kernel needs while it runs.
+it); on a GPU fused RMS norms keep one float32 number of the width less, a fused SiLU of the short convolution one bf16
+number of its channels less, and compiled blocks less than that. Not counted: what a kernel needs while it runs.
 
 With checkpointing "full" the input of every block waits, with "selective" also what its matrix products and its memory
 return (models/checkpointing.py); one block at a time is computed again.
@@ -90,7 +91,7 @@ def _mixer(mixer: Any, length: int) -> float:
     if isinstance(mixer, Mamba2):
         total += _mamba(mixer, values)
     elif isinstance(mixer, DeltaNetBackbone):
-        total += _delta_net(mixer, keys, values)
+        total += _delta_net(mixer, values)
     else:
         raise ValueError(f"no count of what a {type(mixer).__name__} keeps for its backward pass")
     if isinstance(mixer, Evidence):  # down projection, sigmoid, that times the scaled strength, one per head
@@ -109,10 +110,10 @@ def _states(mixer: Any, length: int) -> float:
     return 0.0
 
 
-def _delta_net(mixer: Any, keys: int, values: int) -> int:
+def _delta_net(mixer: Any, values: int) -> int:
     channels = 2 * mixer.num_key_heads * mixer.key_size + values
     total = 3 * HALF * channels  # into the convolution, out of it, through SiLU
-    total += 2 * FLOAT * (keys + mixer.num_heads)  # normalised q and k, and their sizes
+    total += 2 * FLOAT * mixer.num_heads  # the sizes of q and k
     total += 3 * FLOAT * values + FLOAT * mixer.num_heads  # the read-out in float32, normalised, times its weight
     total += 3 * HALF * values  # the gate, its SiLU, the product with it
     if isinstance(mixer, (BayesianLayer, GatedDeltaNet)):

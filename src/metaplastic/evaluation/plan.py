@@ -2,7 +2,7 @@
 
 N processes, C of which share a row (context parallelism), so D = N / C take rows. P: parameters, 4 bytes each.
 
-    ddp        every GPU: weights, gradients, averages of AdamW (16 P), buckets that gradients travel in (4 P)
+    ddp        every GPU: weights, gradients, averages of AdamW (16 P); gradients travel in the buckets they lie in
                2 (N - 1) / N of 4 P a step                                              all-reduce of the gradients
     fsdp2      every GPU: 16 P / N; the weights and gradients of two blocks, the embeddings, whole while they are used
                2 (N - 1) / N of 4 P each time rows are taken                            all-gather, forward and backward
@@ -141,8 +141,6 @@ def _memory(model: Any, cluster: Cluster, step: Step, at_once: int, accumulation
         kept["gathered weights and gradients"] = 2 * (2 * largest + root)
         if accumulation > 1:  # they are added up before they are shared
             kept["gradients, whole"] = whole
-    elif cluster.gpus > 1:
-        kept["buckets of gradients"] = whole
     tokens, length = at_once * step.length / step.context_parallel, step.length // step.context_parallel
     each = [memory.block_bytes(block, length) for block in blocks]
     if step.checkpointing != "none":

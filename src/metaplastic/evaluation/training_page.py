@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from ..report import Report
+from .training_profile import KERNELS
 from .training_speed import LOADER
 from .words import digits, with_unit
 
@@ -25,6 +26,8 @@ def training_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
         ("backend", ", ".join(found["backends"])),
         ("of the model", with_unit(found["model FLOP/s"], "FLOP/s")),
     ]
+    if found["compile"]:
+        rows.append(("compiled", f"in {digits(found['compile seconds'])} s, {found['graphs']} graphs"))
     known = (
         f"of {with_unit(found['peak FLOP/s'], 'FLOP/s')}" if "MFU" in found else "the peak is not known: --peak-flops"
     )
@@ -37,6 +40,12 @@ def training_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
     counts, where = found["waits"]["counts"], found["waits"]["where"]
     rows.append(("in a step", ", ".join(f"{count} {name}" for name, count in counts.items())))
     return rows + [(f"  {count} times", place) for place, count in where.items()]
+
+
+def kernel_rows(found: dict[str, Any], count: int) -> list[tuple[str, str]]:
+    """Where a device's time goes in one step: the kernels that take most of it."""
+    rows = found.get("kernels", [])[:count]
+    return [(f"{row['ms']:.2f} ms, {row['share']:.1%}", f"{row['calls']} x {row['name']}") for row in rows]
 
 
 def training_page(record: dict[str, Any], output: Path) -> Path:
@@ -52,6 +61,8 @@ def training_page(record: dict[str, Any], output: Path) -> Path:
     for name, found in measured.items():
         report.heading(name)
         report.table(["measured", "value"], training_rows(found))
+        if found.get("kernels"):
+            report.table(["of the kernels in a step", "which"], kernel_rows(found, KERNELS))
     report.facts(record)
     return report.write(output / "index.html")
 

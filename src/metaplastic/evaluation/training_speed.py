@@ -9,8 +9,11 @@ plain batch. The MFU is the rate of the model's FLOPs (training/flops.py; attent
 over the device's dense bf16 peak or the one that is given, left out where neither is known.
 
 One more step runs under PyTorch's profiler: what copies from device to host, reads a scalar or waits for the device in
-it, and where. A training step should have none of these: the host then runs ahead of the device. On a CPU, which is
-both, there is nothing to wait for, and no such report.
+it, and where, and which kernels take the device's time. A training step should have none of the former: the host then
+runs ahead of the device. On a CPU, which is both, there is nothing to wait for, and no such report.
+
+Compiled steps (``compile``: block by block, training/compiled.py) are compiled before any is timed; how long that took
+is told apart, and how many graphs there are.
 """
 
 import contextlib
@@ -20,16 +23,14 @@ import gc
 import itertools
 import math
 import os
-import re
 import statistics
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.autograd import DeviceType
+from torch._dynamo.utils import calculate_time_spent, counters
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.data import DataLoader, Dataset, default_collate
 from transformers import TrainerCallback
@@ -40,14 +41,15 @@ from ..models.checkpointing import checkpoint_activations
 from ..ops import dispatch
 from ..tasks import ShardedText, byte_tokenizer, collate_packed, write_shards
 from ..training import MetaplasticTrainer, training_arguments
+from ..training.compiled import compile_blocks
 from ..training.flops import model_flops, peak_flops
 from .data_speed import StandardLibrary
+from .training_profile import PROFILED, kernels, waits
 
 LAYOUTS = ("packed", "rows")
-WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
-SCALAR, TO_HOST = "aten::_local_scalar_dense", "Memcpy DtoH"
 SECONDS = 1.0  # of the loader
-PROFILED, LOADER = "the profiled step", "loader's speed over the step's"
+WARM = 2  # steps before those that are timed
+LOADER = "loader's speed over the step's"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +63,7 @@ class Setting:
     checkpointing: str = "none"
     loss: str = "auto"
     peak_flops: float | None = None  # of the device; None: of its bf16 products, if known
+    compile: bool = False
 
     def __post_init__(self) -> None:
         for name in ("batch", "length", "repetitions"):
@@ -97,7 +100,7 @@ def bench_training(
             except torch.OutOfMemoryError:
                 found = {"not run": f"out of memory at {setting.batch} x {setting.length} tokens"}
             _clear()
-            yield f"{name}, {layout}", found
+            yield f"{name}, {layout}{', compiled' if setting.compile else ''}", found
     yield f"loader, {setting.batch} x {setting.length}", read
 
 
@@ -130,7 +133,10 @@ def bench_step(
         model = MetaplasticForCausalLM(config)
     model.loss_form = setting.loss
     checkpoint_activations(model, setting.checkpointing)
-    trainer = _trainer(model, rows, output, setting.batch, layout, bf16=setting.bf16, steps=setting.repetitions + 4)
+    if setting.compile:
+        compile_blocks(model)
+    steps, compiling = setting.repetitions + WARM + 2, calculate_time_spent()["total_wall_time"]
+    trainer = _trainer(model, rows, output, setting.batch, layout, bf16=setting.bf16, steps=steps)
     trainer.add_callback(clock)
     trainer.train()
     times, tokens = clock.seconds(), setting.batch * setting.length
@@ -141,11 +147,17 @@ def bench_step(
     found |= _costs(config, tokens / seconds, rows.seen(layout), setting)
     if clock.peak is not None:
         found["peak memory GB"] = clock.peak / 1e9
-    return found | ({"waits": clock.waits()} if clock.cuda else {})
+    if setting.compile:
+        if clock.graphs[0] != clock.graphs[-1]:
+            raise RuntimeError(f"{clock.graphs[-1] - clock.graphs[0]} graphs were compiled while steps were timed")
+        found["compile seconds"] = calculate_time_spent()["total_wall_time"] - compiling
+        found["graphs"] = clock.graphs[-1] - clock.before
+    return found | ({"waits": clock.waits(), "kernels": kernels(clock.events)} if clock.cuda else {})
 
 
 def _clear() -> None:
     """A model and its optimiser go in a circle of references."""
+    torch._dynamo.reset()
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -208,30 +220,34 @@ def _trainer(
 
 
 class _Clock(TrainerCallback):
-    """Two steps to warm up, those that are timed, one more, and one under the profiler."""
+    """``WARM`` steps to warm up, those that are timed, one more, and one under the profiler."""
 
     def __init__(self, repetitions: int):
         self.repetitions, self.cuda = repetitions, torch.cuda.is_available()
         self.ends: list[Any] = []
         self.peak: int | None = None
+        self.before, self.graphs = _graphs(), [0]  # compiled so far: before all steps, at the end of each timed one
         self.events: list[Any] = []
         self._open = contextlib.ExitStack()
 
     def on_step_end(self, args, state, control, **kwargs):
         step = state.global_step
-        if step == 2 and self.cuda:
-            torch.cuda.reset_peak_memory_stats()
-        if 2 <= step <= 2 + self.repetitions:
+        if step == WARM:
+            self.graphs = []
+            if self.cuda:
+                torch.cuda.reset_peak_memory_stats()
+        if WARM <= step <= WARM + self.repetitions:
             self.ends.append(self._now())
-        if step == 2 + self.repetitions and self.cuda:
+            self.graphs.append(_graphs())
+        if step == WARM + self.repetitions and self.cuda:
             torch.cuda.synchronize()
             self.peak = torch.cuda.max_memory_allocated()
-        if step == 3 + self.repetitions:  # the synchronisation above is behind it
+        if step == WARM + 1 + self.repetitions:  # the synchronisation above is behind it
             os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else every profile writes two lines on the terminal
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.cuda else [])]
             self.profile = self._open.enter_context(profile(activities=activities, with_stack=True, acc_events=True))
             self._open.enter_context(record_function(PROFILED))
-        if step == 4 + self.repetitions:
+        if step == WARM + 2 + self.repetitions:
             self._open.close()
             self.events = list(self.profile.events() or [])
 
@@ -257,40 +273,15 @@ class _Clock(TrainerCallback):
         return {event.name for event in self.events}
 
     def waits(self) -> dict[str, Any]:
-        """How often in a step something makes the host wait for the device, and from where."""
-        spans = (e.time_range for e in self.events if e.name == PROFILED and e.device_type == DeviceType.CPU)
-        span = next(spans)
-        copies = sum(event.name.startswith(TO_HOST) for event in self.events)
-        counts, where = {SCALAR: 0, TO_HOST: copies} | dict.fromkeys(WAITS, 0), Counter[str]()
-        for event in self.events:
-            if not span.start <= event.time_range.start <= span.end:
-                continue
-            if event.name in (SCALAR, *WAITS):
-                counts[event.name] += 1
-            if any(kernel.name.startswith(TO_HOST) for kernel in event.kernels):
-                where[f"{TO_HOST}: {_place(event)}"] += 1
-            elif event.name in WAITS or (
-                event.name == SCALAR and not self.cuda
-            ):  # of a CPU tensor it waits for nothing
-                where[f"{event.name}: {_place(event)}"] += 1
-        return {"counts": counts, "where": dict(where.most_common(20))}
+        return waits(self.events, self.cuda)
+
+
+def _graphs() -> int:
+    return counters["stats"]["unique_graphs"]
 
 
 def _mixers(config: MetaplasticConfig) -> set[Any]:
     return {MIXERS[name] for name in config.mixers}
-
-
-def _place(event: Any) -> str:
-    """The function around an event that is nearest to us, without the path of its file; or the operators around it."""
-    chain, outer = [], event.cpu_parent
-    while outer is not None and outer.name != PROFILED:
-        chain.append(outer.name)
-        outer = outer.cpu_parent
-    for package in ("metaplastic", "transformers", "accelerate", "torch"):
-        found = (re.search(rf"\b{package}/\S+\.py\(\d+\): \w+$", name) for name in chain)
-        if near := next((match for match in found if match), None):
-            return near.group()
-    return " < ".join(name for name in chain if "/" not in name) or event.name
 
 
 def _shards(folder: Path) -> Path:

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .convolution import ShortConvolution
-from .mixer import Mixer, MixerState, l2_normalize, repeat_heads
+from .mixer import Mixer, MixerState, repeat_heads
+from .norms import l2_normalize
 from .options import check_positive, check_sizes
 
 
@@ -28,7 +29,10 @@ class DeltaNetBackbone(Mixer):
         self.q_proj = nn.Linear(self.hidden_size, keys, bias=False)
         self.k_proj = nn.Linear(self.hidden_size, keys, bias=False)
         self.v_proj = nn.Linear(self.hidden_size, values, bias=False)
-        self.conv = None if conv_size is None else ShortConvolution(2 * keys + values, conv_size)
+        self.conv = None
+        if conv_size is not None:
+            backend = "torch" if self.backend == "reference" else "auto"
+            self.conv = ShortConvolution(2 * keys + values, conv_size, activation="silu", backend=backend)
 
     def _init_output(self, norm_eps: float) -> None:
         check_positive(norm_eps=norm_eps)
@@ -43,8 +47,6 @@ class DeltaNetBackbone(Mixer):
         """q, k ``[B, T, H, K]``, v ``[B, T, H, V]`` and the new state of the convolution."""
         projected = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
         mixed, convolution = self._convolve(projected, state, keep, cu_seqlens)
-        if self.conv is not None:
-            mixed = F.silu(mixed)
         keys, values = self.num_key_heads * self.key_size, self.num_heads * self.value_size
         q, k, v = mixed.split([keys, keys, values], -1)
         q, k = (z.unflatten(-1, (self.num_key_heads, self.key_size)) for z in (q, k))

@@ -258,12 +258,6 @@ def enter(layer: Any, x, state, mask, cu_seqlens) -> tuple[Tensor, Tensor | None
     return x.masked_fill(~keep[..., None], 0), keep
 
 
-def l2_normalize(x: Tensor) -> Tensor:
-    """``x / |x|`` over the last axis in float32; a zero vector stays zero and has a finite gradient."""
-    y = x.to(compute_dtype(x))
-    return (y * torch.rsqrt(y.square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
-
-
 def repeat_heads(x: Tensor, heads: int) -> Tensor:
     """``[B, T, G, K]`` -> ``[B, T, heads, K]``, each of the G repeated next to itself.
 

@@ -45,7 +45,7 @@ BACKENDS: dict[str, dict[str, Backend]] = {
             ("cuda",),
             "cuda.bindings",
             False,
-            hardware="metaplastic.ops.palimpsa.cuda.compile:too_old",
+            hardware="metaplastic.ops.nvrtc:too_old",
             kernels="metaplastic.ops.palimpsa.cuda.kinds:kernels",
         ),
         "triton": Backend(  # slow beside "cuda", fast beside "chunked"
@@ -70,6 +70,15 @@ BACKENDS: dict[str, dict[str, Backend]] = {
         "fla": Backend("metaplastic.ops.fla:delta", ("cuda",), "fla", False, _HALF, gradients=_FLA_GRADIENTS),
     },
     "bayesian": {
+        "cuda": Backend(
+            "metaplastic.ops.bayesian.cuda:apply",
+            ("cuda",),
+            "cuda.bindings",
+            False,
+            (torch.bfloat16, torch.float16, torch.float32),
+            hardware="metaplastic.ops.nvrtc:too_small",
+            kernels="metaplastic.ops.bayesian.cuda.kinds:kernels",
+        ),
         "chunked": Backend("metaplastic.ops.bayesian.chunked:apply", (), None, False),
         "reference": Backend("metaplastic.ops.bayesian.reference:apply", (), None, True),
     },

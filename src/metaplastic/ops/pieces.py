@@ -146,7 +146,7 @@ class Group:
         """
         if advance is torch.addcmul and self.in_blocks:
             written, kept = (x.unflatten(0, (len(self.counts), -1)) for x in (written, kept))
-            return _scan_blocks(written, kept, state).flatten(0, 1)
+            return _scan_blocks(written, kept, state[: self.counts[0]]).flatten(0, 1)
         entries = torch.empty_like(written)
         parts = [x.split(self.counts) for x in (written, kept, entries)]
         parts[2][0].copy_(state[: self.counts[0]])
@@ -166,7 +166,7 @@ class Group:
         """
         if advance is torch.addcmul and self.in_blocks:
             read, kept = (x.unflatten(0, (len(self.counts), -1)).flip(0) for x in (read, kept))
-            return _scan_blocks(read, kept, d_state).flip(0).flatten(0, 1)
+            return _scan_blocks(read, kept, d_state[: self.counts[0]]).flip(0).flatten(0, 1)
         after = torch.empty_like(read)
         parts = [x.split(self.counts) for x in (read, kept, after)]
         for place, (count, on) in reversed(list(enumerate(zip(self.counts, self.going_on, strict=True)))):

@@ -52,7 +52,7 @@ class TrainConfig:
     Optimisation: AdamW, gradients clipped to the norm ``max_grad_norm`` (0: not at all), ``warmup`` steps, then
     ``schedule`` down to ``minimum_rate`` of ``learning_rate`` at ``steps``; ``cooldown``: how many of them "wsd" takes
     (:mod:`metaplastic.training.schedule`). ``loss``: "fused" with the output layer, "plain" over its logits, or "auto"
-    (:mod:`metaplastic.models.loss`).
+    (:mod:`metaplastic.models.loss`). ``compile``: torch.compile of every block (:mod:`metaplastic.training.compiled`).
 
     What decides nothing, so that a run may go on with others: ``eval_every`` and ``save_every``, in steps, 0 for never
     (a run is always evaluated and saved at its end), and ``report_to``, trackers of the Hugging Face Trainer. Also how

@@ -31,6 +31,7 @@ from .. import ops
 from ..layers.mixer import Mixer, enter
 from ..models import MetaplasticForCausalLM, packing
 from ..ops.contract import full_precision, inside_sequences
+from .added import added
 from .exchange import Line, entry_states, flat, from_before, hand_on, taken, unflat
 
 IGNORED = -100
@@ -183,19 +184,19 @@ def _mix(
 def _exchanged(context: Context, mixer: Mixer, gates: Any, cu_seqlens: Tensor | None) -> Any:
     """The entry state of an affine memory, from what every shard adds."""
     border, g = context.border, gates.g
-    # Sums from behind, not differences of sums: a gate may be -inf.
-    after = F.pad(g[:, 1:], (0, 0) * (g.dim() - 2) + (0, 1)).flip(1).cumsum(1).flip(1)
+    # Sums from behind, not differences of sums: a gate may be -inf. Along the last axis: along another a GPU has one
+    # thread a head go through all tokens.
+    after = F.pad(g[:, 1:].movedim(1, -1), (0, 1)).flip(-1).cumsum(-1).flip(-1).movedim(-1, 1)
     left, decay = after.exp(), g.sum(1).exp()
     if border is not None:
         inside = torch.arange(g.shape[1], device=g.device) >= border.start
         left = left * inside.view(-1, *[1] * (g.dim() - 2))
         decay = decay * (border.start < 0)
     left, decay = (left, decay[..., None, :]) if g.dim() == 4 else (left[..., None], decay[..., None, None])
-    k = gates.k.to(g.dtype)
-    writes = [(gates.w, k * left), (gates.beta, k.square() * left)] if hasattr(gates, "beta") else [(gates.v, k * left)]
+    values = (gates.w, gates.beta) if hasattr(gates, "beta") else (gates.v,)
     with full_precision(g.device):
-        added = [torch.einsum("bthv,bthk->bhvk", w.to(g.dtype), kept) for w, kept in writes]
-    entry = entry_states(context.line, g, decay, added)
+        states = added(gates.k, left, *values)
+    entry = entry_states(context.line, g, decay, states)
     if border is not None:
         entry = [each.where(border.entering[:, None, None, None], 0) for each in entry]
     return mixer.memory_type(*entry)

@@ -3,8 +3,11 @@
 import contextlib
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
 from transformers import TrainerCallback
 
 
@@ -24,6 +27,17 @@ def named_divergence(step: int, learning_rate: float) -> Iterator[None]:
         if not re.search(r"got a value of (nan|-?inf)$", str(error)):
             raise
         raise _error(step, str(error), learning_rate) from error
+
+
+def check_weights(weights: Iterable[Tensor], step: int, learning_rate: float) -> None:
+    """Raises ValueError where they are not finite: after a last update, which no loss has seen. Waits for the device.
+
+    Of sharded weights every process is to ask.
+    """
+    norm = get_total_norm([weight.detach() for weight in weights])
+    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    if not math.isfinite(norm.item()):
+        raise _error(step, f"the norm of the weights is {norm.item()}", learning_rate)
 
 
 class Divergence(TrainerCallback):

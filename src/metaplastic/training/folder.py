@@ -22,7 +22,7 @@ from .checkpoint import checkpoints, remove
 from .config import TrainConfig
 from .saved import FINAL, holds_weights
 
-RUN, RESULTS, TRACKED, LOCK = "run.json", "results.json", "tensorboard", ".lock"
+RUN, RESULTS, TRACKED, CURVES, LOCK = "run.json", "results.json", "tensorboard", "curves", ".lock"
 DATA = "data_sha256"  # in run.json: what the data held
 MODEL = "model_sha256"  # in run.json: what the model it began from was, if it began from one
 TOKENIZER = "tokenizer_sha256"
@@ -121,7 +121,7 @@ def finished(output: Path) -> dict[str, Any] | None:
 def claim(config: TrainConfig, output: Path, hashes: dict[str, str]) -> None:
     """Makes ``output`` this run's folder. Of what is there, only what a run writes is deleted."""
     (output / RESULTS).unlink(missing_ok=True)
-    for old in (*checkpoints(output), output / FINAL, output / TRACKED):
+    for old in (*checkpoints(output), output / FINAL, output / TRACKED, output / CURVES):
         if old.is_dir():
             remove(old)
     results.write_json(output / RUN, config.decisions() | hashes)

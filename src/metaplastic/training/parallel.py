@@ -21,7 +21,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
-from accelerate import PartialState
+from accelerate import DistributedDataParallelKwargs, PartialState
 from accelerate.data_loader import DataLoaderShard
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -119,7 +119,8 @@ def first_comes_first() -> Iterator[None]:
 def sharding(config: TrainConfig) -> dict[str, Any]:
     """What Hugging Face's TrainingArguments want to know of it."""
     if config.parallel != "fsdp2":
-        return {"ddp_find_unused_parameters": False}
+        # No buffer of a model changes in training (a prior is one): none has to be sent before every forward pass.
+        return {"ddp_find_unused_parameters": False, "ddp_broadcast_buffers": False}
     wrap = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_layer_cls_to_wrap": [MetaplasticBlock.__name__]}
     return {"fsdp": True, "fsdp_config": {"version": 2, "state_dict_type": "FULL_STATE_DICT", **wrap}}
 
@@ -190,6 +191,14 @@ class ParallelTrainer(Trainer):
     def own_share(self) -> int:
         return self.args.process_index // self.context
 
+    def _build_accelerator_args(self, **kwargs) -> dict[str, Any]:
+        """Under DDP gradients are views of what is sent: one copy of them less to hold and to make."""
+        arguments = super()._build_accelerator_args(**kwargs)
+        for handler in arguments["kwargs_handlers"]:
+            if isinstance(handler, DistributedDataParallelKwargs):
+                handler.gradient_as_bucket_view = True
+        return arguments
+
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
         if self.args.fsdp_plugin_args is None:
@@ -202,6 +211,12 @@ class ParallelTrainer(Trainer):
             self.is_fsdp_enabled = True
         # Accelerate would hand every weight to the model in bfloat16, decays and priors too: autocast knows better.
         state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy()
+
+    def autocast_smart_context_manager(self, *args, **kwargs) -> contextlib.AbstractContextManager:
+        """Accelerate wraps a model in autocast, but not one that it shards: with bf16 it would compute in float32."""
+        if self.is_fsdp_enabled:
+            return self.accelerator.autocast()
+        return super().autocast_smart_context_manager(*args, **kwargs)
 
     def get_train_dataloader(self) -> DataLoader:
         """Of a stream: without workers, and without accelerate's loader, which reads a batch ahead."""

@@ -19,6 +19,7 @@ from ..models.size import layer_mixers, mixer_options
 from ..tasks import shards, stream, text
 from .card import write_card
 from .checkpoint import check_seal, last_checkpoint, step_of
+from .compiled import compile_blocks
 from .config import TrainConfig
 from .context import mixers_to_cut
 from .data import Data, announce, load_data
@@ -86,6 +87,8 @@ def _train(config: TrainConfig, output: Path, overwrite: bool) -> dict[str, Any]
     _fused_by(config, model)
     if config.context_parallel > 1:
         mixers_to_cut(model)
+    if config.compile:
+        compile_blocks(model)
     with alone(output):
         with first_comes_first():
             if same := holds_this_run(config, output, overwrite and is_first()):
@@ -187,7 +190,6 @@ def _arguments(config: TrainConfig, output: Path):
         data_seed=config.seed,
         train_sampling_strategy="sequential" if config.data else "random",  # shards bring an order of their own
         bf16=config.bf16,
-        torch_compile=config.compile,
         report_to=list(config.report_to),
         disable_tqdm=not sys.stderr.isatty() and "METAPLASTIC_PROGRESS" not in os.environ,
     )

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from .checkpoint import STAGING, checkpoints, clear_staging, flush, remove, saving, seal
+from .divergence import check_weights
 from .parallel import ParallelTrainer
 
 PICKLED_ARGUMENTS = "training_args.bin"  # Hugging Face writes it, nothing of ours reads it: no pickles in our folders
@@ -117,6 +118,7 @@ class SavingTrainer(ParallelTrainer):
     def _save_checkpoint(self, model, trial) -> None:
         """Hugging Face writes into the staging folder; the rename makes it a checkpoint."""
         self.finish_saving()
+        check_weights(self.model.parameters(), self.state.global_step, self.args.learning_rate)  # pyright: ignore
         run, complete = Path(super()._get_output_dir(trial)), None
         name = f"checkpoint-{self.state.global_step}"
         with saving(name, run):

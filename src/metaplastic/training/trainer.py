@@ -55,7 +55,10 @@ def training_arguments(output: str | os.PathLike, **overrides: Any) -> TrainingA
         "label_names": ["labels"],
         "use_cache": True,  # of the saved model; in training ours writes no cache anyway
     }
-    return TrainingArguments(**(defaults | overrides))
+    arguments = TrainingArguments(**(defaults | overrides))
+    # Hugging Face would take all GPUs of the machine in one process, and as many times the rows of a step.
+    arguments._n_gpu = min(arguments.n_gpu, 1)
+    return arguments
 
 
 class MetaplasticTrainer(SavingTrainer):

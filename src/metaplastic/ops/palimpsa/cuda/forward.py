@@ -8,7 +8,7 @@ beta finds the states they start from.
 
 from torch import Tensor
 
-from . import compile as compiler
+from ... import nvrtc
 from . import layout
 from .problem import Problem, cut, prepare
 from .states import entry_states
@@ -41,7 +41,7 @@ def forward(
 
 def _decode(p: Problem, output: Tensor, variance: Tensor, m: Tensor, j: Tensor, scale: float) -> None:
     shape = layout.decode(p)
-    run = compiler.kernel("decode", p.device, VARIANCE=int(variance.numel() > 0), **shape.definitions)
+    run = nvrtc.kernel(layout.FOLDER, "decode", p.device, VARIANCE=int(variance.numel() > 0), **shape.definitions)
     blocks = -(-m.numel() // (p.shape[1] * shape.rows))
     inputs = (p.q, p.k, p.w, p.beta, p.g, p.prior, *p.state)
     run(blocks, *inputs, output, variance, m, j, m.shape[0], *p.shape, scale)
@@ -56,7 +56,7 @@ def _read(p: Problem, output: Tensor, variance: Tensor, m: Tensor, j: Tensor, sc
     definitions = {"VARIANCE": int(variance.numel() > 0), **shape.definitions}
     arguments = (p.q, p.k, p.w, p.beta, p.g, p.prior, spans.table, *entry, output, variance, m, j)
     if tensor_cores:
-        compiler.kernel("forward", p.device, **definitions)(blocks, *arguments, *p.shape, scale)
+        nvrtc.kernel(layout.FOLDER, "forward", p.device, **definitions)(blocks, *arguments, *p.shape, scale)
     else:
-        run = compiler.kernel("recurrent", p.device, JOB=layout.READ, **definitions)
+        run = nvrtc.kernel(layout.FOLDER, "recurrent", p.device, JOB=layout.READ, **definitions)
         run(blocks, *arguments, None, *p.shape, scale)

@@ -1,12 +1,14 @@
 """How the work is cut: warps, blocks and spans, chosen from the shapes and the device's number of processors alone."""
 
 import functools
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from .problem import CHUNK, KERNEL_TYPES, Problem
 
+FOLDER = Path(__file__).parent  # of the kernels
 READ, CHUNKS, LOCAL = 0, 1, 2  # jobs of recurrent.cu and states.cu
 SHORT = 8  # sequences of at most this many tokens are read token by token
 LEAST_SPAN = 256  # tokens below which a sequence is not cut further

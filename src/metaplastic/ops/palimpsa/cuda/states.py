@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from . import compile as compiler
+from ... import nvrtc
 from . import layout
 from .problem import CHUNK, Problem, Spans, cut, prepare
 
@@ -36,7 +36,7 @@ def entry_states(problem: Problem, spans: Spans) -> tuple[Tensor, Tensor]:
     m, j = (problem.new_state(spans.count, heads) for _ in range(2))
     decay = problem.g.new_empty(spans.count, heads)
     _run(problem, spans, layout.LOCAL, None, None, m, j, decay)
-    carry = compiler.kernel("carry", problem.device, REAL=layout.real(problem))
+    carry = nvrtc.kernel(layout.FOLDER, "carry", problem.device, REAL=layout.real(problem))
     elements = keys * values
     blocks = -(-elements // 1024) * 2 * heads * spans.sequences
     if blocks:
@@ -57,11 +57,11 @@ def _run(problem: Problem, spans: Spans, job: int, entry_m, entry_j, m: Tensor, 
     p, sizes = problem, problem.shape
     if layout.on_tensor_cores(problem):
         shape = _layout(problem, spans.count)
-        run = compiler.kernel("states", p.device, JOB=job, **shape.definitions)
+        run = nvrtc.kernel(layout.FOLDER, "states", p.device, JOB=job, **shape.definitions)
         arguments = (p.k, p.w, p.beta, p.g, spans.table, entry_m, entry_j, m, j, decay, *sizes)
     else:
         shape = layout.recurrent(problem)
-        run = compiler.kernel("recurrent", p.device, JOB=job, VARIANCE=0, **shape.definitions)
+        run = nvrtc.kernel(layout.FOLDER, "recurrent", p.device, JOB=job, VARIANCE=0, **shape.definitions)
         arguments = (
             p.q, p.k, p.w, p.beta, p.g, p.prior, spans.table, entry_m, entry_j, None, None, m, j, decay, *sizes, 1.0,
         )  # fmt: skip

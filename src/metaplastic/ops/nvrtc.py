@@ -1,9 +1,10 @@
 """CUDA C++ compiled when first needed: NVRTC, a disk cache, a launch. No CUDA toolkit, no build when installing.
 
-``kernel(name, device, ...)`` compiles ``<name>.cu`` of this folder with the given definitions for the device at hand.
-Every such file holds one kernel of its own name and ``const int launch_shape[2]``: its threads and bytes of shared
-memory. The cache is ``cuda/`` beside the block list (see :mod:`metaplastic.ops.dispatch`), one file per kernel: its
-SHA-256 and the machine code. A damaged file is compiled anew, a folder that cannot be written is done without.
+``kernel(folder, name, device, ...)`` compiles ``<name>.cu`` of an operator's folder with the given definitions for the
+device at hand. Every such file holds one kernel of its own name and ``const int launch_shape[2]``: its threads and
+bytes of shared memory. The headers it includes are in its folder, or here (``instructions.cuh``).
+The cache is ``cuda/`` beside the block list (see :mod:`metaplastic.ops.dispatch`), one file per kernel: its SHA-256 and
+the machine code. A damaged file is compiled anew, a folder that cannot be written is done without.
 """
 
 import contextlib
@@ -23,9 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import dispatch
+from . import dispatch
 
-FOLDER = Path(__file__).parent
+HEADERS = Path(__file__).parent  # that all operators share
 OPTIONS = ("-std=c++17", "--fmad=true")
 
 logger = logging.getLogger("metaplastic")
@@ -33,6 +34,7 @@ _lock = threading.Lock()
 
 
 LEAST_CAPABILITY = (8, 0)  # tensor cores for bf16, copies in the background
+LARGE_BLOCK = 227 * 1024
 
 
 @functools.cache
@@ -44,6 +46,20 @@ def too_old() -> str | None:
     if found >= LEAST_CAPABILITY:
         return None
     return f"needs compute capability 8.0, this device has {found[0]}.{found[1]}"
+
+
+@functools.cache
+def too_small() -> str | None:
+    """Why it cannot run kernels with copy engine and nearly all of a Hopper's shared memory; None if it can."""
+    if (reason := too_old()) is not None:
+        return reason
+    found = torch.cuda.get_device_properties(torch.cuda.current_device())
+    if found.major >= 9 and found.shared_memory_per_block_optin >= LARGE_BLOCK:
+        return None
+    return (
+        f"needs compute capability 9.0 and {LARGE_BLOCK} bytes of shared memory a block, this device has "
+        f"{found.major}.{found.minor} and {found.shared_memory_per_block_optin}"
+    )
 
 
 class Kernel:
@@ -115,17 +131,18 @@ def _check(result: tuple) -> Any:
 
 
 @functools.cache
-def kernel(name: str, device: int, **definitions: Any) -> Kernel:
-    """The kernel ``name`` with these preprocessor definitions, compiled for a CUDA device (its index)."""
+def kernel(folder: Path, name: str, device: int, **definitions: Any) -> Kernel:
+    """The kernel ``name`` of a folder with these preprocessor definitions, compiled for a CUDA device (its index)."""
     with _lock, torch.cuda.device(device):
         major, minor = torch.cuda.get_device_capability(device)
-        return Kernel(machine_code(name, f"sm_{major}{minor}", definitions), name, device)
+        architecture = f"sm_{major}{minor}" + "a" * (major >= 9)  # all that this very device can do
+        return Kernel(machine_code(folder, name, architecture, definitions), name, device)
 
 
-def machine_code(name: str, architecture: str, definitions: dict[str, Any]) -> bytes:
+def machine_code(folder: Path, name: str, architecture: str, definitions: dict[str, Any]) -> bytes:
     """From the cache, else compiled and put there."""
-    source = (FOLDER / f"{name}.cu").read_bytes()
-    headers = _headers(source)
+    source = (folder / f"{name}.cu").read_bytes()
+    headers = _headers(folder, source)
     options = [f"--gpu-architecture={architecture}", *OPTIONS, *(f"-D{n}={x}" for n, x in sorted(definitions.items()))]
     key = hashlib.sha256(repr((_compiler_version(), options, source, headers)).encode()).hexdigest()
     path = dispatch.block_list_path().parent / "cuda" / f"{name}-{key[:32]}.cubin"
@@ -137,12 +154,13 @@ def machine_code(name: str, architecture: str, definitions: dict[str, Any]) -> b
     return code
 
 
-def _headers(source: bytes) -> dict[str, bytes]:
-    """The headers of this folder that a source includes, those that they include among them."""
+def _headers(folder: Path, source: bytes) -> dict[str, bytes]:
+    """The headers that a source includes, those that they include among them."""
     found: dict[str, bytes] = {}
     for name in re.findall(rb'^#include "(\w+\.cuh)"', source, re.MULTILINE):
-        header = (FOLDER / name.decode()).read_bytes()
-        found |= {name.decode(): header, **_headers(header)}
+        place = folder / name.decode()
+        header = (place if place.exists() else HEADERS / name.decode()).read_bytes()
+        found |= {name.decode(): header, **_headers(folder, header)}
     return dict(sorted(found.items()))
 
 

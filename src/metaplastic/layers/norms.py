@@ -1,0 +1,40 @@
+"""Normalisation over the last axis."""
+
+import torch
+from torch import Tensor
+
+from ..ops.contract import compute_dtype, full_precision
+
+_EPS = 1e-6
+
+
+def l2_normalize(x: Tensor) -> Tensor:
+    """``x / |x|`` over the last axis in float32; a zero vector stays zero and has a finite gradient."""
+    if x.dtype in (torch.bfloat16, torch.float16) and not torch.compiler.is_compiling():
+        return _HalfL2.apply(x)  # pyright: ignore[reportReturnType]
+    y = x.to(compute_dtype(x))
+    return (y * torch.rsqrt(y.square().sum(-1, keepdim=True) + _EPS)).to(x.dtype)
+
+
+class _HalfL2(torch.autograd.Function):
+    """The same without its steps in memory: float32 is within kernels, whose results are rounded as they are written.
+
+    With s = 1 / |x|:   y = s x,   dx = s dy - s^3 (x . dy) x.   What is kept is x and s, a number per vector.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        with full_precision(x.device):
+            size = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+            inverse = size.square_().add_(_EPS).rsqrt_()
+            ctx.save_for_backward(x, inverse)
+            return torch.mul(x, inverse, out=torch.empty_like(x))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy: Tensor) -> Tensor:
+        x, inverse = ctx.saved_tensors
+        with full_precision(x.device):
+            wide = x.float()
+            along = (wide * dy).sum(-1, keepdim=True).mul_(inverse).mul_(inverse).mul_(inverse)
+            return torch.addcmul(dy * inverse, wide, along, value=-1).to(x.dtype)
