@@ -41,12 +41,24 @@ def test_several_runs_stand_in_one_table_and_have_memories_of_their_own(tmp_path
 
 
 def test_runs_are_found_by_folder_or_file_and_named_apart(tmp_path):
-    for name in ("x/run", "y/run", "z"):
+    for name in ("x/run", "y/run", "z", "rate-0.5"):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "results.json").write_text(json.dumps(record(1.0)))
     (tmp_path / "kept-17M.json").write_text(json.dumps(record(2.0)))
     x, y, z = tmp_path / "x/run", tmp_path / "y/run", tmp_path / "z/results.json"
-    assert list(read_runs([x, y, z, tmp_path / "kept-17M.json"])) == [str(x), str(y), "z", "kept-17M"]
+    found = read_runs([x, y, z, tmp_path / "kept-17M.json", tmp_path / "rate-0.5"])
+    assert list(found) == [str(x), str(y), "z", "kept-17M", "rate-0.5"]
+
+
+def test_names_are_no_formulae_and_none_is_hidden(tmp_path, monkeypatch):
+    """matplotlib sets what is between dollars, and leaves names that begin with _ out of the legend, with a warning."""
+    from matplotlib.axes import Axes
+
+    legends, legend = [], Axes.legend
+    monkeypatch.setattr(Axes, "legend", lambda *args, **options: legends.append(legend(*args, **options)))
+    curves_page({r"$\run$": record(1.0, memory=False), "_second": record(1.0, memory=False)}, tmp_path)
+    labels = [text.get_text() for text in legends[0].get_texts()]
+    assert labels == [r"\$\run\$", r"\$\run\$, held out", " _second", " _second, held out"]
 
 
 @pytest.mark.parametrize(
@@ -57,6 +69,10 @@ def test_runs_are_found_by_folder_or_file_and_named_apart(tmp_path):
         ("\x00\xff", "results.json is not a results file"),
         ("[1]", "is not the results file of a training run"),
         ('{"measurements": {"accuracy": 1}}', "is not the results file of a training run"),
+        ('{"measurements": null}', "is not the results file of a training run"),
+        ('{"measurements": "history"}', "is not the results file of a training run"),
+        ('{"measurements": {"eval_loss": 1.0, "history": [1]}}', "is not the results file of a training run"),
+        ('{"measurements": {"eval_loss": null, "history": []}}', "is not the results file of a training run"),
     ],
 )
 def test_what_is_no_run_is_named(tmp_path, content, expected):

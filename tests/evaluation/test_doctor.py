@@ -87,7 +87,7 @@ def test_a_doctor_that_is_stopped_changes_nothing(monkeypatch):
             break
     checks.close()
     assert seen[-1].status == "ok" and path.read_text() == before
-    assert list(doctor.check_backends())[-1].status == "ok"
+    assert {check.status for check in doctor.check_backends()} == {"ok", "unavailable"}
     assert path.read_text() == "{}" and dispatch.reason_against("additive", "chunked", "cpu", torch.float32) is None
 
 

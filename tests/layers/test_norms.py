@@ -46,3 +46,24 @@ def test_the_compiler_sees_the_same():
     x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
     compiled = torch.compile(l2_normalize, fullgraph=True, backend="eager")
     assert torch.equal(compiled(x), l2_normalize(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_second_forward_mode_and_functional_derivatives_in_half_precision(dtype):
+    """Those of x in float32, where another path to the same x would hide that one is missing."""
+
+    def loss(x):
+        return l2_normalize(x).float().pow(3).sum() + x.float().square().sum()
+
+    x = torch.randn(4, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
+    found = []
+    for leaf in (x.clone().requires_grad_(), x.float().requires_grad_()):
+        (gradient,) = torch.autograd.grad(loss(leaf), leaf, create_graph=True)
+        (second,) = torch.autograd.grad(gradient.float().square().sum(), leaf, allow_unused=True)
+        functional, along = (
+            torch.func.grad(loss)(leaf.detach()),
+            torch.func.jvp(loss, (leaf.detach(),), (leaf.detach(),))[1],
+        )
+        found.append([second, functional, along, torch.func.vmap(l2_normalize)(leaf.detach())])
+    for half, exact in zip(*found, strict=True):
+        torch.testing.assert_close(half.float(), exact.float(), rtol=0, atol=float(exact.abs().max()) / 100)

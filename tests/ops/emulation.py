@@ -1,10 +1,10 @@
 """The operators' CUDA kernels on the CPU: the same sources, compiled for this machine with a C++ compiler."""
 
 import ctypes
-import functools
 import hashlib
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,13 +16,18 @@ COMPILER = shutil.which("g++")
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no g++ here: the CUDA kernels are NOT checked")
 
 
+_built: dict[tuple, Callable] = {}  # of all test files in a process
+
+
 @pytest.fixture(scope="module")
 def emulator(tmp_path_factory):
     """``emulator(folder, name, device, **definitions)`` stands in for :func:`metaplastic.ops.nvrtc.kernel`."""
     libraries = tmp_path_factory.mktemp("emulated")
 
-    @functools.cache
     def build(folder, name, device, **definitions):
+        wanted = (folder, name, *sorted(definitions.items()))
+        if wanted in _built:
+            return _built[wanted]
         defined = [f"-D{n}={x}" for n, x in sorted(definitions.items())]
         source = f"""#include "{name}.cu"
 extern "C" void run(unsigned blocks, void** arguments) {{
@@ -41,7 +46,7 @@ extern "C" void run(unsigned blocks, void** arguments) {{
             values, pointers = nvrtc.pack(arguments)
             run(ctypes.c_uint(blocks), pointers)
 
-        return launch
+        return _built.setdefault(wanted, launch)
 
     return build
 

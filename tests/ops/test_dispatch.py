@@ -1,5 +1,6 @@
 """What ``auto`` takes on a CUDA device, as the table and the block list say: no device is needed to ask."""
 
+import types
 import warnings
 
 import pytest
@@ -9,6 +10,7 @@ from metaplastic.ops import accuracy, dispatch, nvrtc
 from metaplastic.ops.palimpsa.cuda import kinds
 
 HALF, FULL = torch.bfloat16, torch.float32
+TOO_SMALL = nvrtc.too_small.__wrapped__  # not from its cache
 
 
 @pytest.fixture(autouse=True)
@@ -108,3 +110,16 @@ def test_the_checked_sizes_take_every_kernel(dtype):
         way for keys in range(1, 257, 5) for values in (1, 17, 48, 64, 128, 192, 256) for way in ways(keys, values)
     }
     assert wanted <= checked
+
+
+def test_a_device_with_little_shared_memory(monkeypatch):
+    """A later device may have less of it than an earlier one."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    for major, memory, small in ((9, 232448, False), (10, 232448, False), (12, 101376, True), (8, 166912, True)):
+        found = types.SimpleNamespace(major=major, minor=0, shared_memory_per_block_optin=memory)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, found=found: found)
+        reason = TOO_SMALL()
+        assert (reason is not None) == small
+        assert reason is None or f"this device has {major}.0 and {memory}" in reason
+    monkeypatch.setattr(nvrtc, "too_old", lambda: "is not there")
+    assert TOO_SMALL() == "is not there"

@@ -72,13 +72,11 @@ def test_tensor_core_kernel(emulated, decay):  # noqa: F811
     assert max(worst.values()) < 5e-3, worst
 
 
-@pytest.mark.parametrize(("helpers", "room", "length"), [(0, 1, 70), (1, 0, 90), (2, 1, 134)])
-def test_several_blocks_of_keys_and_values(emulated, monkeypatch, helpers, room, length):  # noqa: F811
-    """As for large heads: warps share the keys, sums run over blocks of values, other warps prepare and sum."""
-    shape = {"KEY_BLOCKS": 3, "KEY_PARTS": 2, "ROW_GROUPS": 1, "VALUE_BLOCKS": 2, "HELPERS": helpers, "ROOM": room}
+def test_several_blocks_of_keys_and_values(emulated, monkeypatch):  # noqa: F811
+    """As for large heads: warps share the keys, sums run over blocks of values."""
+    shape = {"KEY_BLOCKS": 3, "KEY_PARTS": 2, "ROW_GROUPS": 1, "VALUE_BLOCKS": 2}
     monkeypatch.setattr(cuda, "tensor_walk", lambda *_: cuda.Walk("backward_tensor", 16, 0, 1, 6 * 8192, shape))
-    case = Case(length=length, batch=1, heads=1, key_size=96, value_size=32, decay="mixed")
-    worst = errors(case, torch.bfloat16, norm=True)
+    worst = errors(Case(length=70, batch=1, key_size=96, value_size=32, decay="mixed"), torch.bfloat16, norm=True)
     assert "backward_tensor" in emulated
     assert max(worst.values()) < 5e-3, worst
 
@@ -140,14 +138,13 @@ def test_every_size_has_a_kernel_that_fits():
                 assert walk.definitions["KEY_BLOCKS"] * walk.definitions["KEY_PARTS"] * cuda.BLOCK == keys
 
 
-def test_helpers_where_they_fill_the_multiprocessor():
-    """16 warps where 12 sweep, 12 where fewer do; a head of 128 keys has no use for them."""
-    shape = {(96, 192): 4, (48, 48): 3, (128, 64): 0}
-    for (keys, values), helpers in shape.items():
-        walk = cuda.tensor_walk(keys, values, 256, 2048, 132)
-        assert walk.definitions["HELPERS"] == helpers
-        warps = walk.definitions["KEY_PARTS"] * walk.definitions["ROW_GROUPS"]
-        assert walk.most * (warps + helpers) <= (cuda.ALL_WARPS if helpers == 4 else cuda.WARPS)
+@pytest.mark.parametrize(
+    ("heads", "length", "expected"),
+    [(16 * 16, 2048, (3, 1, 3, 1)), (8 * 16, 2048, (1, 3, 3, 1)), (16, 100, (1, 3, 3, 1)), (144, 70, (3, 1, 3, 1))],
+)
+def test_few_heads_get_more_warps_each(heads, length, expected):
+    """With many heads a warp takes all keys of its values, and two blocks share a multiprocessor."""
+    assert tuple(cuda.tensor_walk(48, 48, heads, length, 132).definitions.values()) == expected
 
 
 @pytest.mark.parametrize(("sequences", "groups"), [(1, 12), (2, 12), (3, 6), (4, 6), (5, 12), (16, 12)])

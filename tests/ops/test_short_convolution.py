@@ -195,6 +195,22 @@ def test_a_named_backend_runs_that_or_raises(monkeypatch):
     assert "the package triton" in reason("triton", "cuda")
 
 
+def test_what_the_kernels_would_read_past_is_refused():
+    x, weight, offsets = torch.randn(2, 3, 2), torch.randn(2, 4), torch.tensor([0, 3])
+    for given, message in (
+        ({"weight": torch.randn(2)}, r"weight must be \[C, W\] with W >= 1, got \[2\]"),
+        ({"weight": torch.randn(2, 0)}, r"weight must be \[C, W\] with W >= 1, got \[2, 0\]"),
+        ({"weight": torch.ones(2, 4).int()}, r"weight must be floating point"),
+        ({"x": x[0]}, r"x must be \[B, T, 2\], got \[3, 2\]"),
+        ({"bias": torch.randn(1)}, r"bias must be \[2\], got \[1\]"),
+        ({"state": torch.randn(1, 3, 2)}, r"state must be \[2, 3, 2\], got \[1, 3, 2\]"),
+        ({"cu_seqlens": offsets}, r"with cu_seqlens the batch size must be 1 \(.*\), got 2"),
+        ({"cu_seqlens": offsets.float(), "x": x[:1]}, r"cu_seqlens must be an int32 or int64 tensor"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            short_convolution(**{"x": x, "weight": weight} | given)
+
+
 def test_the_check_finds_errors():
     """What the doctor and the GPU tests run: PyTorch's own passes, a wrong backend does not."""
     case = check.Case(5, 4, check.PACKED)

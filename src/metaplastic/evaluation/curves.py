@@ -27,7 +27,7 @@ def read_runs(folders: list[Path]) -> dict[str, dict[str, Any]]:
     files = [folder / RESULTS if folder.is_dir() else folder for folder in folders]
     if len({file.resolve() for file in files}) < len(files):
         raise ValueError(f"runs: got {', '.join(map(str, folders))}, expected different ones")
-    names = [(file.parent if file.name == RESULTS else file).resolve().stem for file in files]
+    names = [file.resolve().parent.name if file.name == RESULTS else file.resolve().stem for file in files]
     records: dict[str, dict[str, Any]] = {}
     for folder, file, name in zip(folders, files, names, strict=True):
         try:
@@ -36,10 +36,21 @@ def read_runs(folders: list[Path]) -> dict[str, dict[str, Any]]:
             raise ValueError(f"runs: {folder} is no finished training run: {file} is missing") from None
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"runs: {file} is not a results file: {error}") from None
-        if not isinstance(record, dict) or "history" not in record.get("measurements", ()):
+        if not _is_of_training(record):
             raise ValueError(f"runs: {file} is not the results file of a training run")
         records[name if names.count(name) == 1 else str(folder)] = record
     return records
+
+
+def _is_of_training(record: Any) -> bool:
+    """As far as what is drawn and tabulated needs it."""
+    if not isinstance(record, dict) or not isinstance(record.get("settings", {}), dict):
+        return False
+    measured = record.get("measurements")
+    if not isinstance(measured, dict) or not isinstance(measured.get("eval_loss"), int | float):
+        return False
+    history = measured.get("history")
+    return isinstance(history, list) and all(isinstance(entry, dict) for entry in history)
 
 
 def curves_page(records: Mapping[str, dict[str, Any]], output: Path) -> Path:
@@ -50,10 +61,10 @@ def curves_page(records: Mapping[str, dict[str, Any]], output: Path) -> Path:
     figure, axes = _panels(len(PANELS))
     for panel, (name, label) in zip(axes, PANELS.items(), strict=False):
         for number, (run, record) in enumerate(records.items()):
-            style = {"color": COLOURS[number % len(COLOURS)]}
-            panel.plot(*_curve(record, name), label=run, linewidth=1, alpha=0.8, **style)
+            style, shown = {"color": COLOURS[number % len(COLOURS)]}, _as_label(run)
+            panel.plot(*_curve(record, name), label=shown, linewidth=1, alpha=0.8, **style)
             if name == "loss":
-                panel.plot(*_curve(record, "eval_loss"), label=f"{run}, held out", marker="o", markersize=4, **style)
+                panel.plot(*_curve(record, "eval_loss"), label=f"{shown}, held out", marker="o", markersize=4, **style)
         panel.set(xlabel="tokens seen", ylabel=label)
         panel.xaxis.set_major_formatter(_tokens)
         if name == "grad_norm":
@@ -73,12 +84,17 @@ def curves_page(records: Mapping[str, dict[str, Any]], output: Path) -> Path:
     return report.write(output / "index.html")
 
 
+def _as_label(run: str) -> str:
+    """What stands between dollars would be set as mathematics, and what begins with _ left out of the legend."""
+    return run.replace("$", r"\$") if not run.startswith("_") else _as_label(f" {run}")
+
+
 def _history(record: dict[str, Any], name: str) -> list[dict[str, Any]]:
     return [entry for entry in record["measurements"]["history"] if isinstance(entry.get(name), int | float)]
 
 
 def _curve(record: dict[str, Any], name: str) -> tuple[list[float], list[float]]:
-    found = _history(record, name)
+    found = [entry for entry in _history(record, name) if "num_input_tokens_seen" in entry]
     return [entry["num_input_tokens_seen"] for entry in found], [entry[name] for entry in found]
 
 

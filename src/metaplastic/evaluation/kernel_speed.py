@@ -15,6 +15,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ class Shape:
     heads: int
     key_size: int
     value_size: int
+    decays: str = "mild"  # above exp(-0.1), or "new model": from 1 to far below, a range of its own in every head
 
     @property
     def elements(self) -> int:
@@ -46,6 +48,7 @@ SHAPES = {
     "170M-D": Shape(16, 2048, 16, 48, 48),
     "2.7B-M": Shape(8, 2048, 80, 128, 64),
     "760M-D, one long text": Shape(1, 32768, 16, 96, 192),
+    "760M-D, decays of a new model": Shape(16, 2048, 16, 96, 192, "new model"),
 }
 # Multiply-add slots of one element and token. Forward: M, J, M / I, sum over keys (a reciprocal costs none: another
 # unit). Both: M and J again, their gradients, six sums, and the products that they share.
@@ -56,6 +59,10 @@ SIDES = (
     ("Simple GLA (flash-linear-attention)", "additive", "fla"),
     ("Gated DeltaNet (flash-linear-attention)", "delta", "fla"),
 )
+# The Bayesian Layer beside the delta rule of as many heads of its size.
+FILTER = "Bayesian Layer, 4 heads of 128 x 128"
+FILTER_SHAPE = Shape(16, 2048, 4, 128, 128)
+FILTER_SIDES = (("Bayesian Layer", "bayesian", "cuda"), SIDES[2])
 WIDTHS = (32, 64, 96, 128, 192, 256)  # K = V of the single head
 STEPS = (("palimpsa_d", "auto"), ("palimpsa_d_additive", "chunked"), ("palimpsa_d_additive", "fla"))
 STEP_BATCH = 8
@@ -67,7 +74,7 @@ PALIMPSA_D_760M: dict[str, Any] = PALIMPSA_D_170M | {
 TRAINING = {"training step 170M-D": PALIMPSA_D_170M, "training step 760M-D": PALIMPSA_D_760M}
 
 
-PARTS = ("shapes", "decode", "one head", "training step")
+PARTS = ("shapes", "decode", "bayesian", "one head", "training step")
 
 
 def bench_kernels(
@@ -88,6 +95,9 @@ def bench_kernels(
         yield name, bench_shape(shape, SIDES[:1])
     if "decode" in parts:
         yield "decode 760M-D, 64 sequences", bench_decode_step()
+    if "bayesian" in parts:
+        yield FILTER, bench_shape(FILTER_SHAPE, FILTER_SIDES[:1])
+        yield f"decode: {FILTER}, 64 sequences", bench_decode_step("bayesian", FILTER_SHAPE, "cuda")
     if "one head" in parts:
         yield "one head", {SIDES[0][0]: {str(width): bench_width(width, SIDES[0]) for width in WIDTHS}}
     steps = TRAINING if "training step" in parts else {}
@@ -99,12 +109,15 @@ def bench_kernels(
         yield "peers", {"not run": reason}
         return
     began = time.perf_counter()
-    whole = fla_tuning.compile_all(_peer_calls(shapes.values(), WIDTHS if "one head" in parts else (), steps.values()))
+    compared = [*shapes.values(), *([FILTER_SHAPE] if "bayesian" in parts else [])]
+    whole = fla_tuning.compile_all(_peer_calls(compared, WIDTHS if "one head" in parts else (), steps.values()))
     taken = time.perf_counter() - began
     yield "peers", {"seconds to compile": taken, "all compiled then": whole, "tuning": fla_tuning.CHANGES}
     with fla_tuning.quick():
         for name, shape in shapes.items():
             yield name, bench_shape(shape, SIDES[1:])
+        if "bayesian" in parts:
+            yield FILTER, bench_shape(FILTER_SHAPE, FILTER_SIDES[1:])
         if "one head" in parts:
             yield "one head", {SIDES[1][0]: {str(width): bench_width(width, SIDES[1]) for width in WIDTHS}}
         for name, sizes in steps.items():
@@ -173,11 +186,18 @@ def kernel_inputs(op: str, shape: Shape, device: str = "cuda") -> dict[str, Any]
 
     q, k = (torch.nn.functional.normalize(draw(shape.key_size), dim=-1).bfloat16() for _ in range(2))
     written, g = draw(shape.value_size).bfloat16(), -0.1 * draw().sigmoid()
+    if shape.decays == "new model":  # A, dt and a projection of normed activations, as layers draw them
+        rates, steps = torch.rand(2, shape.heads, generator=source, device=device)
+        bias = torch.log(torch.expm1(0.001 * 100**steps))
+        g = -16 * rates * torch.nn.functional.softplus(bias + 0.7 * draw())
     made: dict[str, Tensor] = {"q": q, "k": k, "g": g, ("w" if op == "palimpsa" else "v"): written}
     if op == "palimpsa":
         made |= {"beta": draw(shape.value_size).sigmoid().bfloat16(), "prior": torch.ones(shape.heads, device=device)}
     elif op == "delta":
         made["beta"] = draw().sigmoid().bfloat16()
+    elif op == "bayesian":  # noise as much as the decay takes off
+        made |= {"process_noise": 1 - (2 * g).exp(), "observation_noise": 0.05 + 0.45 * draw().sigmoid()}
+        made["prior_variance"] = torch.ones(shape.heads, device=device)
     return {n: x.requires_grad_() for n, x in made.items()}
 
 
@@ -195,6 +215,11 @@ def bench_shape(shape: Shape, sides: Sequence[tuple[str, str, str]] = SIDES) -> 
             found[label] |= {"forward + backward ms": milliseconds(both), "extra peak GB": extra_memory(both) / 1e9}
         if void:
             found[label]["note"] = f"{void}: times only, gradients are not to be used"
+        if backend == "fla":
+            continue
+        found[label]["errors"] = errors(op, inputs, upstream, backend)
+        first = both()
+        found[label]["20 runs equal"] = all(all(map(torch.equal, both(), first)) for _ in range(19))
         if op != "palimpsa":
             continue
         traffic = sum(x.nbytes for x in inputs.values()) + upstream.nbytes
@@ -204,9 +229,6 @@ def bench_shape(shape: Shape, sides: Sequence[tuple[str, str, str]] = SIDES) -> 
                 OPERATIONS[what] * shape.elements / here["multiply-adds per second"],
             )
             found[label] |= {f"{what} floor ms": floor, f"{what} floor share": floor / found[label][f"{what} ms"]}
-        found[label]["errors"] = errors(inputs, upstream)
-        first = both()
-        found[label]["20 runs equal"] = all(all(map(torch.equal, both(), first)) for _ in range(19))
     return found
 
 
@@ -243,34 +265,38 @@ def extra_memory(both: Callable[[], tuple[Tensor, ...]]) -> int:
     return torch.cuda.max_memory_allocated() - before - sum(x.nbytes for x in returned)
 
 
-def errors(inputs: dict[str, Any], upstream: Tensor) -> dict[str, float]:
+def errors(op: str, inputs: dict[str, Any], upstream: Tensor, backend: str) -> dict[str, float]:
     """Of the output and every gradient; of the prior from two heads of one sequence alone, where it is not a sum."""
-    part = {n: (x[:2] if n == "prior" else x[:1, :, :2]).detach() for n, x in inputs.items()}
+    priors = {n for n, x in inputs.items() if x.dim() == 1}
+    part = {n: (x[:2] if n in priors else x[:1, :, :2]).detach() for n, x in inputs.items()}
     dy = upstream[:1, :, :2]
 
     def measured(given: dict[str, Any], dy: Tensor, backend: str) -> list[Tensor]:
         leaves = {n: x.detach().requires_grad_() for n, x in given.items()}
-        y = ops.palimpsa(**leaves, backend=backend).output
+        y = getattr(ops, op)(**leaves, backend=backend).output
         return [y.detach(), *torch.autograd.grad(y, list(leaves.values()), dy)]
 
     exact = measured({n: x.double() for n, x in part.items()}, dy.double(), "chunked")
-    whole, alone = measured(inputs, upstream, "auto"), measured(part, dy, "auto")
-    found = [z if n == "prior" else x[:1, :, :2] for n, x, z in zip(("", *inputs), whole, alone, strict=True)]
+    whole, alone = measured(inputs, upstream, backend), measured(part, dy, backend)
+    found = [z if n in priors else x[:1, :, :2] for n, x, z in zip(("", *inputs), whole, alone, strict=True)]
     names = ("output", *(f"gradient of {n}" for n in inputs))
     return {n: ((x.double() - e).norm() / e.norm()).item() for n, x, e in zip(names, found, exact, strict=True)}
 
 
 @torch.no_grad()
-def bench_decode_step(sequences: int = 64) -> dict[str, float]:
+def bench_decode_step(
+    op: str = "palimpsa", shape: Shape = SHAPES["760M-D"], backend: str = "auto", sequences: int = 64
+) -> dict[str, float]:
     """One token for every sequence, in a CUDA graph; the floor reads and writes both fields of the state once."""
-    shape = dataclasses.replace(SHAPES["760M-D"], batch=sequences, length=1)
-    inputs = {n: x.detach() for n, x in kernel_inputs("palimpsa", shape).items()}
-    state = ops.palimpsa(**inputs).state
+    shape = dataclasses.replace(shape, batch=sequences, length=1)
+    operator = partial(getattr(ops, op), backend=backend)
+    inputs = {n: x.detach() for n, x in kernel_inputs(op, shape).items()}
+    state = operator(**inputs).state
     for _ in range(3):
-        ops.palimpsa(**inputs, initial_state=state)
+        operator(**inputs, initial_state=state)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        ops.palimpsa(**inputs, initial_state=state)
+        operator(**inputs, initial_state=state)
     floor = 1e3 * 2 * sum(s.nbytes for s in state) / device()["copied bytes per second"]
     taken = milliseconds(graph.replay)
     return {"ms": taken, "floor ms": floor, "over the floor": taken / floor}

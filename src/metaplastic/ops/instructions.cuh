@@ -53,8 +53,9 @@ __device__ __forceinline__ void multiply_16(float (&d)[4], u32 a0, u32 a1, u32 a
 }
 
 // The same of float32 numbers, inner size 8, of which the tensor cores see the upper 19 bits: a[g][t], a[g + 8][t],
-// a[g][t + 4], a[g + 8][t + 4]; b[t][g], b[t + 4][g]. Any order of the inner indices will do if it is the same for both.
-__device__ __forceinline__ void multiply_tf32(float (&d)[4], float a0, float a1, float a2, float a3, float b0, float b1) {
+// a[g][t + 4], a[g + 8][t + 4]; b[t][g], b[t + 4][g]. Any order of inner indices will do if it is the same for both.
+__device__ __forceinline__ void multiply_tf32(float (&d)[4], float a0, float a1, float a2, float a3, float b0,
+                                              float b1) {
     asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(__float_as_uint(a0)), "r"(__float_as_uint(a1)), "r"(__float_as_uint(a2)), "r"(__float_as_uint(a3)),
@@ -68,8 +69,8 @@ __device__ __forceinline__ float reciprocal_root(float x) {  // 2 ulp
 }
 
 // By the copy engine (compute capability 9.0), a multiple of 16 bytes: into shared memory, where a barrier counts the
-// bytes that one thread tells it to expect (they and that thread's arrival complete its phase, in any order); and out of
-// it. Few large copies: each takes a warp some 70 clocks. `copies_may_follow` stands between what a thread, or one it
+// bytes that one thread tells it to expect (they and that thread's arrival complete its phase, in any order); and out
+// of it. Few large copies: each costs its warp the same. `copies_may_follow` stands between what a thread, or one it
 // met, read or wrote in shared memory and copies there; `copies_may_read` between another block's announcement and
 // copies of what it wrote.
 __device__ __forceinline__ void barrier_expect(u64* barrier, int bytes) {

@@ -106,15 +106,19 @@ class Kernel:
         _check(status)
 
 
-def pack(arguments: tuple) -> tuple[list, ctypes.Array]:
-    """The arguments' values, and the array of pointers to them that a launch takes."""
-    values = []
-    for x in arguments:
-        if x is None or isinstance(x, Tensor):
-            values.append(ctypes.c_void_p(None if x is None else x.data_ptr()))
-        else:
-            values.append(ctypes.c_int(x) if isinstance(x, int) else ctypes.c_double(x))
-    return values, (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+def pack(arguments: tuple) -> tuple[ctypes.Array, ctypes.Array]:
+    """The arguments' values, 8 bytes each, and the array of pointers to them that a launch takes."""
+    count = len(arguments)
+    values = (ctypes.c_int64 * count)()
+    for i, x in enumerate(arguments):
+        if isinstance(x, Tensor):
+            values[i] = x.data_ptr()
+        elif isinstance(x, int):  # its first four bytes
+            values[i] = x
+        elif x is not None:
+            ctypes.c_double.from_buffer(values, 8 * i).value = x
+    first = ctypes.addressof(values)
+    return values, (ctypes.c_void_p * count)(*range(first, first + 8 * count, 8))
 
 
 def _bindings(part: str) -> Any:

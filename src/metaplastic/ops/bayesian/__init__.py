@@ -44,7 +44,8 @@ def bayesian(
             (``[N, H, G, K, K]`` with groups), symmetric positive definite, in float32 (float64 if q is float64); N is
             B, or the number of packed sequences.
         output_variance: also return the posterior variance of the read-out, without observation noise.
-        cu_seqlens, scale, backend: as in :func:`metaplastic.ops.palimpsa`; backends are "chunked" and "reference".
+        cu_seqlens, scale, backend: as in :func:`metaplastic.ops.palimpsa`; backends are "chunked", "reference"
+            and, on NVIDIA GPUs and by name only, "cuda".
 
     Returns:
         :class:`MemoryRead`: output ``[B, T, H, V]`` in q's dtype; variance ``[B, T, H]`` (``[B, T, H, G]``) in float32
@@ -99,7 +100,7 @@ def bayesian(
     if backend != "reference":
         inputs = (q, k, v, g, process_noise, observation_noise, rotation, mean, covariance)
         contract.refuse_forward_mode(op, *inputs)
-    run = dispatch.resolve(op, backend, q.device.type, q.dtype)
+    run = dispatch.resolve(op, backend, q.device.type, q.dtype, (key_size, value_size))
     output, variance, mean, covariance = run(
         q, k, v, g, process_noise, observation_noise, rotation, mean, covariance, cu_seqlens,
         float(scale), bool(output_variance),

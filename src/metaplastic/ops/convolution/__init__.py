@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..contract import full_precision, require
+from ..contract import check_packing, full_precision, require
 from ..dispatch import _blocked, _installed, block_list_path
 from . import plain
 
@@ -92,9 +92,9 @@ def short_convolution(
 ) -> tuple[Tensor, Tensor]:
     """See the module's docstring."""
     check_names(backend, activation)
+    _check_sizes(x, weight, bias)
     channels, width = weight.shape
-    require(x.dim() == 3 and x.shape[2] == channels, f"x must be [B, T, {channels}], got {list(x.shape)}")
-    expected = (x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1, width - 1, channels)
+    expected = (check_packing("ops.convolution", cu_seqlens, x.shape[0]), width - 1, channels)
     if state is not None:
         given = tuple(state.shape)
         require(given == expected, f"the convolution state must be {list(expected)}, got {list(given)}")
@@ -107,6 +107,17 @@ def short_convolution(
         raise NotImplementedError("ops.convolution: forward-mode differentiation needs backend='torch'")
     offsets = None if cu_seqlens is None else cu_seqlens.to(x.device, non_blocking=True)
     return _op(x, weight, bias, state, offsets, activation == "silu")
+
+
+def _check_sizes(x: Tensor, weight: Tensor, bias: Optional) -> None:
+    """What the kernels would read beyond the end of, or leave unwritten."""
+    shape = list(weight.shape)
+    require(weight.dim() == 2 and shape[1] > 0, f"weight must be [C, W] with W >= 1, got {shape}")
+    require(x.dim() == 3 and x.shape[2] == shape[0], f"x must be [B, T, {shape[0]}], got {list(x.shape)}")
+    if bias is not None:
+        require(list(bias.shape) == shape[:1], f"bias must be {shape[:1]}, got {list(bias.shape)}")
+    for name, given in (("x", x), ("weight", weight), ("bias", bias)):
+        require(given is None or given.is_floating_point(), f"{name} must be floating point")
 
 
 def _has_tangent(*tensors: Optional) -> bool:

@@ -28,7 +28,6 @@ LEAST_SPAN = 512  # tokens of a piece of a sequence
 SHARED_BYTES = 227 << 10  # that a multiprocessor has
 BLOCK = 16  # keys or values that a tensor-core product takes
 WARPS = 12  # of a multiprocessor: as many as have the registers they need
-ALL_WARPS = 16  # and with those that need fewer registers
 
 
 class Walk(NamedTuple):
@@ -113,10 +112,7 @@ def _pad(problem: Problem, keys: int, values: int) -> Problem:
 
 @functools.cache
 def tensor_walks(keys: int, values: int) -> tuple[Walk, ...]:
-    """Warps of 16 values and some blocks of 16 keys: every such cut that a multiprocessor can hold.
-
-    Many warps get helpers, which prepare and sum for them: together they fill the multiprocessor.
-    """
+    """Warps of 16 values and some blocks of 16 keys: every such cut that a multiprocessor can hold."""
     found = []
     key_blocks, row_groups = keys // BLOCK, values // BLOCK
     for parts, groups in itertools.product(range(1, key_blocks + 1), range(1, row_groups + 1)):
@@ -124,22 +120,14 @@ def tensor_walks(keys: int, values: int) -> tuple[Walk, ...]:
             continue
         warps, of_warp, rows = parts * groups, key_blocks // parts, BLOCK * groups
         run = 4 * 16 * (keys // 2 + 4)  # decayed tokens; this and what follows as in backward_tile.cuh
-        sums = 2 * warps * (of_warp * 128 + (128 if parts > 1 else 0) + 12)
-        prepared = 2 * 8 * (key_blocks * 68 + groups * 64)
-        words = warps * of_warp * 512 + 64 * (keys // 2 + 4 + rows + 8) + prepared + 3 * 64 + 26 + 8 * warps
-        room = words + max(sums, 3 * run) + run, words + max(sums + run, 3 * run - prepared)
-        most = [min(SHARED_BYTES // (4 * size + 1024), WARPS // warps) for size in room]
-        roomy = most[0] > 0
-        if not most[1]:
-            continue
-        helpers = ALL_WARPS - warps if warps == WARPS else WARPS - warps if 3 * warps > 2 * WARPS else 0
-        for with_them in sorted({0, helpers}):
+        words = warps * (of_warp + 1) * 512 + 64 * (keys // 2 + 4 + rows + 8)
+        words += 8 * (key_blocks * 68 + groups * 64) + 8 * (keys + rows) // 2 + run
+        words += max(warps * (of_warp * 256 + 12) + (parts - 1) * groups * 256, 2 * run) + 3 * 64 + 8
+        if most := min(SHARED_BYTES // (4 * words + 1024), WARPS // warps):
             definitions = {
                 "KEY_BLOCKS": of_warp, "KEY_PARTS": parts, "ROW_GROUPS": groups, "VALUE_BLOCKS": row_groups // groups,
-                "HELPERS": with_them, "ROOM": int(roomy),
             }  # fmt: skip
-            size, blocks = (4 * room[0], most[0]) if roomy else (4 * room[1], most[1])
-            found.append(Walk("backward_tensor", rows, size, blocks, warps * of_warp * 8192, definitions))
+            found.append(Walk("backward_tensor", rows, 4 * words, most, warps * of_warp * 8192, definitions))
     return tuple(found)
 
 
@@ -148,8 +136,8 @@ def tensor_walk(keys: int, values: int, items: int, longest: int, processors: in
     """The fastest for ``items`` heads of sequences of ``longest`` tokens.
 
     A warp takes a tile of tokens for one block of keys after the other and waits for its own results most of that time,
-    so that warps hardly hold each other up, and what a tile costs besides is that of about two blocks of keys, less
-    with helpers (1.7 or 1.2, and 9.4 warps until it shows: fitted to layouts on an H200).
+    so that warps hardly hold each other up, and what a tile costs besides is that of about two blocks of keys (1.7, and
+    9.4 warps until it shows: fitted to three layouts on an H200).
     """
 
     def cost(walk: Walk) -> tuple[float, int]:
@@ -160,8 +148,7 @@ def tensor_walk(keys: int, values: int, items: int, longest: int, processors: in
         rounds = -(-blocks * pieces // (processors * resident))
         crowd = max(1.0, resident * shape["KEY_PARTS"] * shape["ROW_GROUPS"] / 9.4)
         passes = 1.6 if pieces > 1 else 1.0  # what pieces add to each other is found first
-        beside = 1.2 if shape["HELPERS"] else 1.7
-        return rounds * -(-longest // pieces) * (beside + shape["KEY_BLOCKS"]) * crowd * passes, shape["VALUE_BLOCKS"]
+        return rounds * -(-longest // pieces) * (1.7 + shape["KEY_BLOCKS"]) * crowd * passes, shape["VALUE_BLOCKS"]
 
     return min(tensor_walks(keys, values), key=cost, default=None)
 

@@ -5,7 +5,6 @@
 #ifdef EMULATED
 static inline int min(int a, int b) { return a < b ? a : b; }
 static inline int max(int a, int b) { return a < b ? b : a; }
-static inline int __ffsll(u64 x) { return __builtin_ffsll(x); }
 static inline int __clzll(u64 x) { return x ? __builtin_clzll(x) : 64; }
 static inline u32 transpose(u32 x) {
     auto all = emulation::exchange({x});
@@ -23,23 +22,10 @@ static inline void load_transposed(u32 (&to)[4], const u32* row) {
         to[m] = at(2 * column) | at(2 * column + 1) << 16;
     }
 }
-static inline void wait_for(u64* barrier, int parity) { barrier_wait(barrier, parity); }
 static inline void prefetch(const void*) {}
 static inline int thread_index() { return threadIdx.x; }
 template <class T> T __ldcg(const T* from) { return *from; }
 #else
-// Like barrier_wait, but the warp sleeps meanwhile.
-__device__ __forceinline__ void wait_for(u64* barrier, int parity) {
-#if __CUDA_ARCH__ >= 900
-    u32 complete;
-    do
-        asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-            : "=r"(complete) : "r"((u32)__cvta_generic_to_shared(barrier)), "r"(parity) : "memory");
-    while (!complete);
-#else
-    barrier_wait(barrier, parity);
-#endif
-}
 // Read anew where it is needed: what follows from it need not be kept, or spilled, from tile to tile.
 __device__ __forceinline__ int thread_index() {
     int x;
@@ -60,11 +46,7 @@ __device__ __forceinline__ void load_transposed(u32 (&to)[4], const u32* row) {
 }
 #endif
 
-constexpr int WARPS = ROW_GROUPS * KEY_PARTS, THREADS = 32 * (WARPS + HELPERS);  // warps that sweep; all threads
-// 16 warps have 128 registers each: those that prepare need less.
-constexpr int SWEEP_REGISTERS = WARPS == 12 && HELPERS == 4 ? 152 : 0, HELPER_REGISTERS = SWEEP_REGISTERS ? 56 : 0;
-constexpr int TURN_AT = KEY_BLOCKS / 2;  // the block of keys before which a warp without helpers turns to the next tile
-constexpr int FIRST_PREPARING = HELPERS ? 32 * WARPS : 0, PREPARING = THREADS - FIRST_PREPARING;
+constexpr int WARPS = ROW_GROUPS * KEY_PARTS, THREADS = 32 * WARPS;
 constexpr int ROWS = 16 * ROW_GROUPS, VALUES = ROWS * VALUE_BLOCKS;
 constexpr int ALL_BLOCKS = KEY_BLOCKS * KEY_PARTS, KEYS = 16 * ALL_BLOCKS;
 constexpr int CHUNK = 64, ENTRY = 16, ENTRIES = CHUNK / ENTRY, TILE = 8;  // tokens
@@ -73,46 +55,29 @@ constexpr float STRONG = 4.f, CAREFUL_BELOW = -0.7f;
 // Shared memory, in words. Rows of bf16 are padded so that 8 of them, 16 bytes each, fall into different banks. The 16
 // keys of a block stand in the order 0, 2, .., 14, 1, 3, .., 15, so that a lane's two keys are neighbours in memory.
 constexpr int KEY_ROW = KEYS / 2 + 4, VALUE_ROW = ROWS / 2 + 4, FACTOR = ENTRY * KEY_ROW;
-constexpr int GRADIENT = 0;                                // dM, -dJ: [warp][block][4][lane] float4
-constexpr int KEY = GRADIENT + WARPS * KEY_BLOCKS * 512;   // the chunk's k, w, beta as they came
+constexpr int GRADIENT = 0;                                    // dM, dJ: [warp][block][4][lane] float4
+constexpr int NEXT_ENTRY = GRADIENT + WARPS * KEY_BLOCKS * 512;  // the state that the next block starts from
+constexpr int KEY = NEXT_ENTRY + WARPS * 512;                  // the chunk's k, w, beta as they came
 constexpr int WRITE = KEY + CHUNK * KEY_ROW, EVIDENCE = WRITE + CHUNK * VALUE_ROW;
-// What is prepared for a tile, for two tiles in turn: [token][block] factors of the updates: [row] k, k^2, the prior's
-// and q, of two keys each; then zeros, twice: lanes that read zeros find them in other banks than those that do not.
+// [token][block] factors of the updates: [row] k, k^2, the prior's and q, of two keys each; then zeros, twice: lanes
+// that read zeros find them in other banks than those that do not.
 constexpr int RECORD = 8 * 8 + 4, UPDATE = EVIDENCE + CHUNK * VALUE_ROW;
-constexpr int OTHER = UPDATE + TILE * ALL_BLOCKS * RECORD;  // [token][row group][lane] uint2: w, beta, 1, dy
-constexpr int PREPARED = OTHER + TILE * ROW_GROUPS * 64 - UPDATE;
-// What warps add to a tile's sums, in bf16, for two tiles in turn: [warp][block][lane] dq and dk of two tokens and two
-// keys each; [warp][lane] dw and dbeta of a token and twice two values, if several warps share them.
-constexpr int KEY_SUMS = UPDATE + 2 * PREPARED;
-constexpr int ROW_SUMS = KEY_SUMS + WARPS * KEY_BLOCKS * 128;
-constexpr int TOKEN_SUMS = ROW_SUMS + (KEY_PARTS > 1 ? WARPS * 128 : 0);  // [warp][12]
-constexpr int SUMS = TOKEN_SUMS + WARPS * 12 - KEY_SUMS;
-// Decayed k and k^2, each as the sum of two bf16: of up to 16 tokens, and where a chunk begins, before there are sums,
-// of 48; if there is no ROOM, before its first tile is prepared as well.
-constexpr int CHUNK_DECAYED = ROOM ? KEY_SUMS : UPDATE, AFTER_SUMS = KEY_SUMS + 2 * SUMS;
-constexpr int AFTER_CHUNK_DECAYED = CHUNK_DECAYED + (ENTRIES - 1) * 4 * FACTOR;
-constexpr int DECAYED = ROOM && AFTER_SUMS < AFTER_CHUNK_DECAYED ? AFTER_CHUNK_DECAYED : AFTER_SUMS;
-constexpr int AFTER_DECAYED = DECAYED + 4 * FACTOR;
-constexpr int DECAY = AFTER_DECAYED < AFTER_CHUNK_DECAYED ? AFTER_CHUNK_DECAYED : AFTER_DECAYED;  // g of the chunk
-constexpr int GAUGE = DECAY + CHUNK, INVERSE = GAUGE + CHUNK;  // c and 1 / c of its tokens
-constexpr int BEGINS = INVERSE + CHUNK;                    // which begin a tile, which have a decay not near 1
-constexpr int BARRIERS = BEGINS + 4;                       // of both tiles in turn: prepared, swept
-constexpr int ENTRY_DECAY = BARRIERS + 8;                  // of both: from the state they are made from to their first
-constexpr int CHUNK_AT = ENTRY_DECAY + 2, FIXED_AT = CHUNK_AT + 4;
-constexpr int SUM_Z = FIXED_AT + 6;                        // z of all tokens so far: [warp][8]
-constexpr int RUNNING = SUM_Z + 8 * WARPS, WORDS = RUNNING + 2;  // dg of the first token of the tile summed last
+constexpr int OTHER = UPDATE + TILE * ALL_BLOCKS * RECORD;     // [token][row group][lane] uint2: w, beta, 1, dy
+constexpr int NEXT_QUERY = OTHER + TILE * ROW_GROUPS * 64;     // q and dy of the next tile as they came
+constexpr int NEXT_D_OUTPUT = NEXT_QUERY + TILE * KEYS / 2;
+// Decayed k and k^2, each as the sum of two bf16: of up to 16 tokens, but where a chunk begins, before there are sums,
+// of 48.
+constexpr int DECAYED = NEXT_D_OUTPUT + TILE * ROWS / 2, AFTER_DECAYED = DECAYED + (ENTRIES - 1) * 4 * FACTOR;
+constexpr int KEY_SUMS = DECAYED + 4 * FACTOR;                 // [warp][block][dq, dk][lane] float4
+// [part of the keys, but for the first][group][dw, dbeta][lane] float4
+constexpr int ROW_SUMS = KEY_SUMS + WARPS * KEY_BLOCKS * 256;
+constexpr int TOKEN_SUMS = ROW_SUMS + (KEY_PARTS - 1) * ROW_GROUPS * 256;  // [warp][12]
+constexpr int AFTER_SUMS = TOKEN_SUMS + WARPS * 12;
+constexpr int DECAY = AFTER_SUMS < AFTER_DECAYED ? AFTER_DECAYED : AFTER_SUMS;  // g of the chunk's tokens
+constexpr int GAUGE = DECAY + CHUNK, INVERSE = GAUGE + CHUNK;  // their c and 1 / c
+constexpr int BEGINS = INVERSE + CHUNK;                        // which begin a tile, which have a decay not near 1
+constexpr int RUNNING = BEGINS + 4, WORDS = RUNNING + 4;       // dg of the first token of the tile done last
 extern "C" __device__ const int launch_shape[2] = {THREADS, 4 * WORDS};
-
-struct Chunk {
-    i64 row;            // its first token, counted with the heads
-    int start, tokens;  // the first counted in its span
-};
-struct Fixed {
-    i64 row, state;  // the span's first token, counted with the heads; which of the states at chunks it begins with
-    int length;
-    float prior;
-};
-__device__ __forceinline__ int value_block() { return blockIdx.x % VALUE_BLOCKS; }
 
 __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
@@ -123,21 +88,16 @@ __device__ __forceinline__ void multiply(float (&d)[4], const u32 (&a)[4], u32 b
     multiply_16(d, a[0], a[1], a[2], a[3], b0, b1);
 }
 
-// A lane's part of a key block of two states, in 4 pieces: [value tile][key, value] as in a product's result.
-__device__ __forceinline__ void scale_block(float (&x)[2][4], float (&y)[2][4], const float4 (&from)[4], float factor,
-                                            float plus_y = 0.f) {
+// A lane's part of a key block of two states, 4 pieces a warp apart: [value tile][key, value] as in a product's result.
+__device__ __forceinline__ void read_block(float (&x)[2][4], float (&y)[2][4], const float4* from, float factor,
+                                           float plus_y = 0.f) {
 #pragma unroll
     for (int v = 0; v < 2; v++) {
-        const float4 a = from[v], c = from[2 + v];
+        const float4 a = from[v * 32], c = from[(2 + v) * 32];
         x[v][0] = factor * a.x, x[v][1] = factor * a.y, x[v][2] = factor * a.z, x[v][3] = factor * a.w;
         y[v][0] = fmaf(factor, c.x, plus_y), y[v][1] = fmaf(factor, c.y, plus_y);
         y[v][2] = fmaf(factor, c.z, plus_y), y[v][3] = fmaf(factor, c.w, plus_y);
     }
-}
-// The pieces are a warp apart.
-__device__ __forceinline__ void read_block(float (&x)[2][4], float (&y)[2][4], const float4* from, float factor) {
-    const float4 pieces[4] = {from[0], from[32], from[64], from[96]};
-    scale_block(x, y, pieces, factor);
 }
 __device__ __forceinline__ void write_block(const float (&x)[2][4], const float (&y)[2][4], float4* to) {
 #pragma unroll
@@ -147,11 +107,11 @@ __device__ __forceinline__ void write_block(const float (&x)[2][4], const float 
     }
 }
 
-// Adds to a block of M and J what the tokens base .. base + ENTRY - 1 write, by their decayed keys at `decayed`.
-__device__ __forceinline__ void add_tokens(const u32* shared, int decayed, float (&M)[2][4],
-                                           float (&J)[2][4], int key_block, int group, int base) {
+// Adds to a block of M and J what the tokens base .. base + ENTRY - 1 write: run `run` of the decayed ones.
+__device__ __forceinline__ void add_tokens(const u32* shared, int run, float (&M)[2][4], float (&J)[2][4],
+                                           int key_block, int group, int base) {
     const int lane = threadIdx.x & 31, matrix = lane / 8, in = lane % 8;
-    const u32* const factors = shared + decayed;
+    const u32* const factors = shared + DECAYED + run * 4 * FACTOR;
     const u32* const keys = factors + (matrix / 2 * 8 + in) * KEY_ROW + key_block * 8 + matrix % 2 * 4;
     const u32* const rows = shared + WRITE + (base + matrix % 2 * 8 + in) * VALUE_ROW + group * 8 + matrix / 2 * 4;
     u32 writes[4], evidence[4], a[4];
@@ -198,8 +158,8 @@ __device__ __forceinline__ void write_tiles(u32* shared, int tokens) {
     const u64 steep = tokens_below(floats + DECAY, CAREFUL_BELOW);
     if (own == 0) *(u64*)(shared + BEGINS) = starts, *(u64*)(shared + BEGINS + 2) = steep;
 #pragma unroll 1
-    for (int t = own; t < CHUNK; t += THREADS) {  // of tokens that are none: 1
-        const int first = t < tokens ? last_before(starts, t + 1) : t;
+    for (int t = own; t < tokens; t += THREADS) {
+        const int first = last_before(starts, t + 1);
         float sum = 0.f;
 #pragma unroll
         for (int s = 1; s < TILE; s++) sum += s <= t - first ? floats[DECAY + first + s] : 0.f;
@@ -211,19 +171,6 @@ __device__ __forceinline__ Tile read_tile(const u32* shared, int end) {
     const u64 steep = *(const u64*)(shared + BEGINS + 2);
     return {first, end - first, (steep & bits_before(end) & ~bits_before(first + 1)) != 0};
 }
-// The tile that begins at token `first` of a chunk of so many tokens.
-__device__ __forceinline__ Tile tile_at(const u32* shared, int first, int tokens) {
-    const u64 later = *(const u64*)(shared + BEGINS) & ~bits_before(first + 1);
-    return read_tile(shared, later ? __ffsll(later) - 1 : tokens);
-}
-// Whether dg of the token after a tile is taken directly: where a chunk, a run of 16 tokens or a strong decay begins
-// there, or one is within the tile.
-__device__ __forceinline__ bool is_direct(const u32* shared, const Tile& tile, int tokens) {
-    const int end = tile.first + tile.tokens;
-    return tile.careful || end == tokens || end % ENTRY == 0 || ((const float*)shared)[DECAY + end] < CAREFUL_BELOW;
-}
-// Whether a tile at `first` and the one after it, at `end`, both start from decayed tokens.
-__device__ __forceinline__ bool starts_late(int end, int first) { return end % ENTRY && first % ENTRY; }
 
 // Decays over 16 tokens, lane = token - base, of which those after `last` do not count: from each to the end, and from
 // before the first. A warp does two such runs at once. Sums, never differences: exact beside any decay.
@@ -240,15 +187,14 @@ __device__ __forceinline__ Decays decays_to(const float* decays, int base, int l
     return {expf(lane % ENTRY == ENTRY - 1 ? 0.f : later), expf(__shfl_sync(~0u, sum, lane & ENTRY))};
 }
 
-// Decayed k and k^2 of tokens base .. base + count - 1, then zeros up to a multiple of 16. `decay`: of
-// 32 tokens, then of the others. COUNT threads share the work, this one is number `own`.
-template <int COUNT, int RUNS>
-__device__ __forceinline__ void prepare_decayed(u32* shared, int decayed, int own, int base, int count,
-                                                const float (&decay)[RUNS]) {
+// Decayed k and k^2 of tokens base .. base + count - 1, then zeros up to a multiple of 16, by all threads. `decay`: of
+// 32 tokens, then of the others.
+template <int RUNS>
+__device__ __forceinline__ void prepare_decayed(u32* shared, int base, int count, const float (&decay)[RUNS]) {
     const int items = (count + ENTRY - 1) / ENTRY * (ENTRY * KEYS / 8);
 #pragma unroll 1
-    for (int x0 = 0; x0 < items; x0 += COUNT) {
-        const int x = x0 + own, t = x / (KEYS / 8), j = x % (KEYS / 8);
+    for (int x0 = 0; x0 < items; x0 += THREADS) {
+        const int x = x0 + threadIdx.x, t = x / (KEYS / 8), j = x % (KEYS / 8);
         float factor = __shfl_sync(~0u, decay[0], t % 32);
         if (RUNS > 1) {
             const float other = __shfl_sync(~0u, decay[RUNS - 1], t % 32);
@@ -258,7 +204,7 @@ __device__ __forceinline__ void prepare_decayed(u32* shared, int decayed, int ow
         if (t >= count) factor = 0.f;
         const uint4 raw = *(const uint4*)(shared + KEY + (base + t) * KEY_ROW + 4 * j);
         const u32 words[4] = {raw.x, raw.y, raw.z, raw.w};
-        u32* const to = shared + decayed + t / ENTRY * 4 * FACTOR + t % ENTRY * KEY_ROW + j / 2 * 8 + j % 2 * 2;
+        u32* const to = shared + DECAYED + t / ENTRY * 4 * FACTOR + t % ENTRY * KEY_ROW + j / 2 * 8 + j % 2 * 2;
         u32 a[8], s[8];
 #pragma unroll
         for (int e = 0; e < 4; e++) {
@@ -285,83 +231,63 @@ __device__ __forceinline__ float2 prepare_entries(u32* shared) {
     const float* const decays = (const float*)shared + DECAY;
     const Decays early = decays_to(decays, 0, 2 * ENTRY - 1), late = decays_to(decays, 2 * ENTRY, 3 * ENTRY - 1);
     const float after[2] = {early.after, late.after};
-    prepare_decayed<THREADS>(shared, CHUNK_DECAYED, threadIdx.x, 0, 3 * ENTRY, after);
+    prepare_decayed(shared, 0, 3 * ENTRY, after);
     return {early.whole, late.whole};
 }
-// The same for a tile that begins at token `first`: from the state before the last entry, whose decay is written too.
-template <int COUNT>
-__device__ __forceinline__ void prepare_start(u32* shared, int buffer, int own, int first) {
-    float* const floats = (float*)shared;
-    const int base = first / ENTRY * ENTRY;
-    float decay = floats[DECAY + base];
-    if (first > base) {
-        const Decays to_first = decays_to(floats + DECAY, base, first);
-        const float after[1] = {to_first.after};
-        prepare_decayed<COUNT>(shared, DECAYED, own, base, first - base, after);
-        decay = to_first.whole;
-    } else {
-        decay = expf(decay);
-    }
-    if (own == 0) floats[ENTRY_DECAY + buffer] = decay;
+// The same for a tile that begins at token `first`: from the state before token `base`, whose decay is returned.
+__device__ __forceinline__ float prepare_start(u32* shared, int base, int first) {
+    const float* const decays = (const float*)shared + DECAY;
+    if (first == base) return expf(decays[base]);
+    const Decays to_first = decays_to(decays, base, first);
+    const float after[1] = {to_first.after};
+    prepare_decayed(shared, base, first - base, after);
+    return __shfl_sync(~0u, to_first.whole, 0);
 }
 
-// This thread's share of a tile's q and dy, of COUNT threads', on its way.
-template <int COUNT> struct Share {
-    static constexpr int QUERIES = TILE * ALL_BLOCKS * 8, ROW_PAIRS = TILE * ROW_GROUPS * 8;
-    u32 query[(QUERIES + COUNT - 1) / COUNT];
-    u16 d[(ROW_PAIRS + COUNT - 1) / COUNT][2];
-    // `q` and `d_output` of the tile's first token, of this head and block.
-    __device__ __forceinline__ void fetch(const u16* q, const u16* d_output, int own, int tokens, int heads) {
-#pragma unroll
-        for (int n = 0; n < sizeof(query) / sizeof(u32); n++) {
-            const int x = own + n * COUNT, s = x / (ALL_BLOCKS * 8);
-            query[n] = s < tokens ? *(const u32*)(q + s * heads * KEYS + x % (ALL_BLOCKS * 8) * 2) : 0u;
+// What the tile's products need, from what lies in shared memory as it came; a token that is none multiplies zeros.
+__device__ __forceinline__ void prepare_tile(u32* shared, const Tile& tile, float prior, float scale) {
+    const int skip = TILE - tile.tokens;  // of the 8 tokens fetched
+#pragma unroll 1
+    for (int x = threadIdx.x; x < TILE * ALL_BLOCKS * 8; x += THREADS) {
+        const int s = x / (ALL_BLOCKS * 8), j = x % (ALL_BLOCKS * 8);
+        uint4 of_key = {0u, 0u, 0u, 0u}, beside = {0u, 0u, 0u, 0u};
+        if (s < tile.tokens) {
+            const float by = tile.inverse(shared, s);
+            const u32 of_prior = split(prior * (by - tile.inverse(shared, max(s - 1, 0))));
+            const u32 raw = shared[KEY + (tile.first + s) * KEY_ROW + j];
+            const u32 q = shared[NEXT_QUERY + (skip + s) * KEYS / 2 + j];
+            const float k0 = low_bf16(raw), k1 = high_bf16(raw);
+            of_key = {split(k0 * by), split(k1 * by), split(k0 * (k0 * by)), split(k1 * (k1 * by))};
+            beside = {of_prior, of_prior, split(scale * low_bf16(q)), split(scale * high_bf16(q))};
         }
-#pragma unroll
-        for (int n = 0; n < sizeof(d) / sizeof(u32); n++) {
-            const int x = own + n * COUNT, s = x / (ROW_GROUPS * 8);
-            const u16* const from = d_output + s * heads * VALUES + x / 8 % ROW_GROUPS * 16 + x % 8;
-            d[n][0] = s < tokens ? from[0] : (u16)0, d[n][1] = s < tokens ? from[8] : (u16)0;
-        }
+        u32* const to = shared + UPDATE + x / 8 * RECORD + x % 8 * 8;
+        *(uint4*)to = of_key, *(uint4*)(to + 4) = beside;
     }
-    // What the tile's products need; a token that is none multiplies zeros.
-    __device__ __forceinline__ void prepare(u32* shared, int buffer, int own, const Tile& tile, float prior,
-                                            float scale) const {
-#pragma unroll
-        for (int n = 0; n < sizeof(query) / sizeof(u32); n++) {
-            const int x = own + n * COUNT, s = x / (ALL_BLOCKS * 8), j = x % (ALL_BLOCKS * 8);
-            if (QUERIES % COUNT && x >= QUERIES) break;
-            uint4 of_key = {0u, 0u, 0u, 0u}, beside = {0u, 0u, 0u, 0u};
-            if (s < tile.tokens) {
-                const float by = tile.inverse(shared, s);
-                const u32 of_prior = split(prior * (by - tile.inverse(shared, max(s - 1, 0))));
-                const u32 raw = shared[KEY + (tile.first + s) * KEY_ROW + j];
-                const float k0 = low_bf16(raw), k1 = high_bf16(raw);
-                of_key = {split(k0 * by), split(k1 * by), split(k0 * (k0 * by)), split(k1 * (k1 * by))};
-                beside = {of_prior, of_prior, split(scale * low_bf16(query[n])), split(scale * high_bf16(query[n]))};
-            }
-            u32* const to = shared + UPDATE + buffer * PREPARED + x / 8 * RECORD + x % 8 * 8;
-            *(uint4*)to = of_key, *(uint4*)(to + 4) = beside;
-        }
-#pragma unroll
-        for (int n = 0; n < sizeof(d) / sizeof(u32); n++) {
-            const int x = own + n * COUNT, s = x / (ROW_GROUPS * 8), i = x / 8 % ROW_GROUPS * 16 + x % 8;
-            if (ROW_PAIRS % COUNT && x >= ROW_PAIRS) break;
-            const u16* const w = (const u16*)(shared + WRITE + tile.token(s) * VALUE_ROW) + i;
-            const u16* const beta = w + 2 * CHUNK * VALUE_ROW;
-            u32* const to = shared + OTHER + buffer * PREPARED + 8 * x;
-            *(uint4*)to = {w[0] * 0x10001u, w[8] * 0x10001u, beta[0] * 0x10001u, beta[8] * 0x10001u};
-            *(uint4*)(to + 4) = {0x3f803f80u, 0x3f803f80u, d[n][0] * 0x10001u, d[n][1] * 0x10001u};
-        }
+    const u16* const words = (const u16*)shared;
+#pragma unroll 1
+    for (int x = threadIdx.x; x < TILE * ROW_GROUPS * 8; x += THREADS) {
+        const int s = x / (ROW_GROUPS * 8), i = x / 8 % ROW_GROUPS * 16 + x % 8;
+        const u16* const w = words + 2 * (WRITE + tile.token(s) * VALUE_ROW) + i;
+        const u16* const beta = w + 2 * CHUNK * VALUE_ROW;
+        const u16* const d = words + 2 * NEXT_D_OUTPUT + min(skip + s, TILE - 1) * ROWS + i;
+        const u32 valid = s < tile.tokens ? 0x10001u : 0u;
+        *(uint4*)(shared + OTHER + 8 * x) = {w[0] * 0x10001u, w[8] * 0x10001u, beta[0] * 0x10001u, beta[8] * 0x10001u};
+        *(uint4*)(shared + OTHER + 8 * x + 4) = {0x3f803f80u, 0x3f803f80u, d[0] * valid, d[8] * valid};
     }
-};
+}
 
-// The zeros of the records of both tiles; this thread is number `own` of `count`.
-__device__ __forceinline__ void write_zeros(u32* shared, int own, const int count) {
-    for (int x = own; x < 2 * TILE * ALL_BLOCKS * 4; x += count) {
-        const int record = x / 4 % (TILE * ALL_BLOCKS), buffer = x / (4 * TILE * ALL_BLOCKS);
-        shared[UPDATE + buffer * PREPARED + record * RECORD + 64 + x % 4] = 0u;
+// q and dy of the 8 tokens before token `end` of the span, on their way.
+__device__ __forceinline__ void fetch_tile(u32* shared, const u16* q, const u16* d_output, i64 span_first, int end,
+                                           int heads, i64 head, int block) {
+    for (int x = threadIdx.x; x < TILE * (KEYS + ROWS) / 8; x += THREADS) {
+        const bool query = x < TILE * KEYS / 8;
+        const int y = query ? x : x - TILE * KEYS / 8, per = (query ? KEYS : ROWS) / 8, t = end - TILE + y / per;
+        const i64 at = (span_first + t) * heads + head;
+        const u16* const from = query ? q + at * KEYS : d_output + at * VALUES + block * ROWS;
+        u32* const to = shared + (query ? NEXT_QUERY : NEXT_D_OUTPUT) + 4 * y;
+        copy_16(to, t < 0 ? q : from + y % per * 8, t >= 0);
     }
+    copies_issued();
 }
 
 // k, w and beta of a chunk, on their way; zeros beyond its tokens. `row0`: of its first token, counted with the heads.
@@ -382,19 +308,15 @@ __device__ __forceinline__ void fetch_chunk(u32* shared, const u16* k, const u16
     copies_issued();
 }
 
-// The same, q, dy and the states before the chunk, to the cache that all multiprocessors share.
-__device__ __forceinline__ void prefetch_chunk(const u16* q, const u16* k, const u16* w, const u16* beta,
-                                               const u16* d_output, const float* m, const float* j, i64 row0, int heads,
-                                               int block, int own) {
-    for (int x = own; x < ROWS * KEYS / 32; x += PREPARING) prefetch(m + 32 * x), prefetch(j + 32 * x);
-    for (int t = own; t < CHUNK; t += PREPARING) {
-        for (int x = 0; x < KEYS; x += 64) {
-            const i64 at = (row0 + t * heads) * KEYS + x;
-            prefetch(k + at), prefetch(q + at);
-        }
+// The same and the states before the chunk, to the cache that all multiprocessors share.
+__device__ __forceinline__ void prefetch_chunk(const u16* k, const u16* w, const u16* beta, const float* m,
+                                               const float* j, i64 row0, int heads, int block) {
+    for (int x = threadIdx.x; x < ROWS * KEYS / 32; x += THREADS) prefetch(m + 32 * x), prefetch(j + 32 * x);
+    for (int t = threadIdx.x; t < CHUNK; t += THREADS) {
+        for (int x = 0; x < KEYS; x += 64) prefetch(k + (row0 + t * heads) * KEYS + x);
         for (int x = 0; x < ROWS; x += 64) {
             const i64 at = (row0 + t * heads) * VALUES + block * ROWS + x;
-            prefetch(w + at), prefetch(beta + at), prefetch(d_output + at);
+            prefetch(w + at), prefetch(beta + at);
         }
     }
 }

@@ -1,0 +1,104 @@
+"""The CUDA backend as custom ops: kernels compiled at run time, one file per pass.
+
+Of more than 256 keys P is too large for a multiprocessor however it is cut: there the chunked backend's products run.
+"""
+
+import torch
+from torch import Tensor
+
+from ...contract import full_precision, read_offsets
+from .. import check_values, chunked
+from .backward import backward
+from .forward import forward
+from .problem import CHUNK, padded, padded_keys, room
+
+LARGEST_KEYS = 256
+
+Optional = Tensor | None
+
+
+@torch.library.custom_op("metaplastic::bayesian_cuda", mutates_args=())
+def _filter(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, process_noise: Tensor, observation_noise: Tensor, rotation: Optional,
+    mean: Tensor, covariance: Tensor, cu_seqlens: Optional, scale: float, output_variance: bool, keep: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    offsets = read_offsets("bayesian", cu_seqlens, q.shape[1])
+    check_values(g, process_noise, observation_noise, rotation, None if offsets is None else int(offsets[-1]))
+    inputs = (q, k, v, g, process_noise, observation_noise, rotation, mean, covariance)
+    with full_precision(q.device):
+        return forward(*inputs, offsets, scale, output_variance, keep)
+
+
+@_filter.register_fake
+def _(
+    q, k, v, g, process_noise, observation_noise, rotation, mean, covariance, cu_seqlens, scale, output_variance, keep
+):
+    groups = observation_noise.shape[3] if observation_noise.dim() == 4 else 1
+    variance = q.new_empty(observation_noise.shape if output_variance else (0,), dtype=mean.dtype)
+    states = (x.new_empty(x.shape) for x in (mean, covariance))
+    saved = [mean.new_empty(0) for _ in range(3)]
+    if keep:
+        chunks = room(mean.shape[0], q.shape[1], cu_seqlens is not None)
+        keys, values = padded_keys(q.shape[3]), padded(v.shape[3] // groups)
+        shapes = ((values, keys), (keys, keys), (CHUNK, CHUNK))
+        saved = [mean.new_empty(chunks, q.shape[2], groups, *shape) for shape in shapes]
+    return q.new_empty(v.shape), variance, *states, *saved
+
+
+@torch.library.custom_op("metaplastic::bayesian_cuda_backward", mutates_args=())
+def _adjoint(
+    d_output: Tensor, d_variance: Optional, d_mean: Optional, d_covariance: Optional,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, process_noise: Tensor, observation_noise: Tensor, rotation: Optional,
+    mean: Tensor, covariance: Tensor, means: Tensor, covariances: Tensor, whitenings: Tensor,
+    cu_seqlens: Optional, scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    offsets = read_offsets("bayesian", cu_seqlens, q.shape[1])
+    inputs = (q, k, v, g, process_noise, observation_noise, rotation, mean, covariance)
+    with full_precision(q.device):
+        dq, dk, dv, dg, d_process, d_observation, d_rotation, d_first_mean, d_first_covariance = backward(
+            d_output, d_variance, d_mean, d_covariance, *inputs, means, covariances, whitenings, offsets, scale
+        )
+    return dq, dk, dv, dg, d_process, d_observation, d_rotation, d_first_mean, d_first_covariance
+
+
+@_adjoint.register_fake
+def _(
+    d_output, d_variance, d_mean, d_covariance, q, k, v, g, process_noise, observation_noise, rotation,
+    mean, covariance, means, covariances, whitenings, cu_seqlens, scale,
+):  # fmt: skip
+    inputs = (q, k, v, g, process_noise, observation_noise, rotation, mean, covariance)
+    return tuple(q.new_empty(0) if x is None else x.new_empty(x.shape) for x in inputs)
+
+
+def _setup_context(ctx, inputs, output):
+    *tensors, ctx.scale, ctx.output_variance, _ = inputs
+    ctx.save_for_backward(*tensors, *output[4:])
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx, d_output, d_variance, d_mean, d_covariance, *_):
+    *inputs, cu_seqlens, means, covariances, whitenings = ctx.saved_tensors
+    if d_output is None:
+        d_output = inputs[0].new_zeros(inputs[2].shape)
+    gradients = _adjoint(
+        d_output, d_variance if ctx.output_variance else None, d_mean, d_covariance,
+        *inputs, means, covariances, whitenings, cu_seqlens, ctx.scale,
+    )  # fmt: skip
+    wanted = [d if x is not None else None for d, x in zip(gradients, inputs, strict=True)]
+    return *wanted, None, None, None, None
+
+
+_filter.register_autograd(_differentiate, setup_context=_setup_context)
+
+
+def apply(
+    q, k, v, g, process_noise, observation_noise, rotation, mean, covariance, cu_seqlens, scale, output_variance
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Output, variance (empty if not asked for), final mean and covariance."""
+    if q.shape[3] > LARGEST_KEYS:
+        return chunked.apply(
+            q, k, v, g, process_noise, observation_noise, rotation, mean, covariance, cu_seqlens, scale, output_variance
+        )
+    given = (q, k, v, g, process_noise, observation_noise, rotation, mean, covariance)
+    keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
+    return _filter(*given, cu_seqlens, scale, output_variance, keep)[:4]

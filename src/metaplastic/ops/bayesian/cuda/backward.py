@@ -1,0 +1,166 @@
+"""The CUDA backward pass: which of two ways an operator's backward goes, and the first of them.
+
+bf16 inputs with one decay per head, one noise group and no gradient of the variance have kernels of their own, the five
+steps of :mod:`metaplastic.ops.bayesian.parallel_backward`: ``backward_open.cu``; ``backward_mean.cu``, the recursion of
+the means; ``backward_reads.cu`` and ``backward_source.cu``; ``backward_covariance.cu``, that of the covariances;
+``backward_known.cu`` and ``backward_inputs.cu``. Everything else goes that module's way, in batched products.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ... import nvrtc
+from ..parallel_backward import Saved, adjoint
+from .problem import ALIGNMENT, CHUNK, cut
+
+FOLDER = Path(__file__).parent
+LARGEST = 128  # keys and values that the kernels take
+BLOCK_COLUMNS = 64  # values of a block of backward_mean.cu
+
+Optional = Tensor | None
+
+
+def backward(
+    d_output: Tensor, d_variance: Optional, d_mean: Optional, d_covariance: Optional,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, process_noise: Tensor, observation_noise: Tensor, rotation: Optional,
+    mean: Tensor, covariance: Tensor, means: Tensor, covariances: Tensor, whitenings: Tensor,
+    offsets: Optional, scale: float,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Gradients of q, k, v, g, both noises, rotation (empty without one), initial mean and covariance.
+
+    ``means`` (transposed), ``covariances`` and ``whitenings`` are what :func:`.forward.forward` keeps.
+    """
+    inputs = (q, k, v, g, process_noise, observation_noise, rotation)
+    if d_variance is None and has_kernels(*inputs):
+        *found, d_mean, d_covariance = _Backward(*inputs[:6], means, covariances, whitenings, offsets, scale).run(
+            d_output, d_mean, d_covariance, mean, covariance
+        )
+        return *found, q.new_empty(0), d_mean, d_covariance
+    keys, values = mean.shape[-2], mean.shape[-1] // means.shape[2]
+    saved = Saved(means.mT[..., :keys, :values], covariances[..., :keys, :keys], whitenings, turning=True)
+    finals = d_output, d_variance, d_mean, d_covariance
+    found, *states = adjoint(*finals, inputs, mean, covariance, saved, offsets, scale)
+    return *(q.new_empty(0) if x is None else x for x in found), *states
+
+
+def has_kernels(q, k, v, g, process_noise, observation_noise, rotation) -> bool:
+    half = all(x.dtype == torch.bfloat16 for x in (q, k, v))
+    alone = observation_noise.dim() == 3 or observation_noise.shape[3] == 1
+    per_head = g.dim() == process_noise.dim() == 3 and rotation is None and alone
+    return half and per_head and 0 < q.shape[3] <= LARGEST and 0 < v.shape[3] <= LARGEST
+
+
+def _padded(size: int) -> int:
+    return -(-size // 64) * 64
+
+
+def _fit(x: Tensor, dtype: torch.dtype, *padding: int) -> Tensor:
+    """As the kernels take it: of this type, padded with zeros, contiguous, aligned."""
+    x = x.detach().to(dtype)
+    x = (F.pad(x, padding) if any(padding) else x).contiguous()
+    return x if x.data_ptr() % ALIGNMENT == 0 else x.clone()
+
+
+class _Backward:
+    """One backward pass. Split matrices (backward.cuh) are two planes of 16 bits, whatever type they have here."""
+
+    def __init__(self, q, k, v, g, process, observation, means, covariances, whitenings, offsets, scale):
+        self.heads, keys, values = q.shape[2], q.shape[3], v.shape[3]
+        self.keys, self.values = _padded(keys), _padded(values)
+        self.given, self.scale, self.device = (q, k, v, g, process, observation), float(scale), q.device
+        more, extra = self.keys - keys, self.values - values
+        self.q, self.k = (_fit(x, torch.bfloat16, 0, more) for x in (q, k))
+        self.v = _fit(v, torch.bfloat16, 0, extra)
+        self.g, self.process, self.observation = (_fit(x, torch.float32) for x in (g, process, observation))
+        length = q.shape[1]
+        cuts = tuple(range(0, q.shape[0] * length + 1, length)) if length else (0,) * (q.shape[0] + 1)
+        self.cut = cut(cuts if offsets is None else tuple(offsets.tolist()), q.device)
+        saved = (self.values, self.keys), (self.keys, self.keys), (CHUNK, CHUNK)
+        self.means, self.covariances, self.whitenings = (
+            _fit(x, torch.float32, 0, size[1] - x.shape[-1], 0, size[0] - x.shape[-2])
+            for x, size in zip((means, covariances, whitenings), saved, strict=True)
+        )
+
+    def _launch(self, name: str, blocks: int, *arguments: Any, **definitions: int) -> None:
+        if blocks:
+            shape = {"KEYS": self.keys, "VALUES": self.values, **definitions}
+            nvrtc.kernel(FOLDER, f"backward_{name}", self.device.index or 0, **shape)(blocks, *arguments)
+
+    def _split(self, *shape: int) -> Tensor:
+        return self.q.new_empty((self.cut.chunks, self.heads, 2, *shape))
+
+    def _new(self, *shape: int) -> Tensor:
+        return self.g.new_empty((self.cut.chunks, self.heads, *shape))
+
+    def _final(self, d: Tensor | None, like: Tensor, *size: int) -> Tensor:
+        if d is None:
+            return self.g.new_zeros((*like.shape[:2], *size))
+        return _fit(d, torch.float32, 0, size[1] - d.shape[-1], 0, size[0] - d.shape[-2])
+
+    def run(self, d_output, d_mean, d_covariance, mean, covariance) -> tuple[Tensor, ...]:
+        keys, values, heads, table = self.keys, self.values, self.heads, self.cut.table
+        wide, blocks, scale = max(keys, values), self.cut.chunks * heads, self.scale
+        d_output = _fit(d_output, torch.bfloat16, 0, values - d_output.shape[-1])
+        if d_covariance is not None:
+            d_covariance = (d_covariance + d_covariance.mT).reshape(*mean.shape[:2], *covariance.shape[-2:]) / 2
+        d_mean = self._final(None if d_mean is None else d_mean.mT, mean, values, keys)
+        d_covariance = self._final(d_covariance, mean, keys, keys)
+
+        gain, closed, read = (self._split(CHUNK, keys) for _ in range(3))
+        innovation, weights = self._split(CHUNK, wide), self._split(CHUNK, CHUNK)
+        vectors, scales = self._new(5, CHUNK), self._new(16)
+        self._launch(
+            "open", blocks, self.q, self.k, self.v, self.g, self.process, self.observation, self.means,
+            self.covariances, self.whitenings, table, gain, closed, read, innovation, weights, vectors, scales, heads,
+            scale,
+        )  # fmt: skip
+        d_means, d_innovation = self._new(values, keys), self._split(CHUNK, wide)
+        d_first = torch.empty_like(d_mean)
+        of_sequences = self.cut.sequences * heads
+        self._launch(
+            "mean", of_sequences * values // BLOCK_COLUMNS, gain, closed, read, d_output, vectors, scales, d_mean,
+            table, self.cut.first, d_means, d_innovation, d_first, heads, BLOCK_COLUMNS=BLOCK_COLUMNS,
+        )  # fmt: skip
+        # What packed sequences leave out is zero; padding of K and V is cut off.
+        outside = self.cut.tokens < self.q.shape[0] * self.q.shape[1]
+        new = torch.zeros_like if outside else torch.empty_like
+        d_weights, products = self._split(CHUNK, CHUNK), self._split(CHUNK, CHUNK)
+        dv, d_white = new(self.v), self._new(CHUNK)
+        self._launch(
+            "reads", blocks, self.v, d_output, innovation, weights, self.whitenings, vectors, table, d_innovation,
+            d_weights, products, dv, d_white, scales, heads,
+        )  # fmt: skip
+        source = read  # its room
+        self._launch(
+            "source", blocks, self.q, closed, d_weights, products, d_means, self.means, vectors, table, innovation,
+            source, scales, heads, scale,
+        )  # fmt: skip
+        del d_means
+        between, d_initial = weights, torch.empty_like(d_covariance)
+        self._launch(
+            "covariance", of_sequences, gain, closed, source, self.covariances, vectors, d_covariance, self.cut.first,
+            between, scales, d_initial, heads,
+        )  # fmt: skip
+        del closed
+        self._launch(
+            "known", blocks, self.q, self.k, self.whitenings, vectors, between, gain, table, d_weights, products,
+            innovation, source, scales, heads, scale,
+        )  # fmt: skip
+        del gain
+        dq, dk, dg, d_process, d_observation = map(new, (self.q, self.k, self.g, self.process, self.observation))
+        self._launch(
+            "inputs", blocks, self.q, self.k, d_output, self.g, self.means, self.covariances, vectors, products,
+            d_weights, innovation, source, d_innovation, d_white, scales, table, dq, dk, dg, d_process, d_observation,
+            heads, scale,
+        )  # fmt: skip
+        found = [
+            d[..., : x.shape[-1]].contiguous() if d.dim() == 4 else d.to(x.dtype).reshape(x.shape)
+            for d, x in zip((dq, dk, dv, dg, d_process, d_observation), self.given, strict=True)
+        ]
+        size, columns = mean.shape[-2:]
+        d_initial = (d_initial + d_initial.mT)[..., :size, :size].reshape(covariance.shape) / 2
+        return *found, d_first.mT[..., :size, :columns].contiguous(), d_initial

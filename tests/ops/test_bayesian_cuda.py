@@ -1,0 +1,161 @@
+"""The Bayesian Layer's CUDA forward pass on the emulator of emulation.py: the kernels' own sources, on the CPU.
+
+What only a GPU can show (speed, rounding inside tensor cores, races) is in test_gpu.py.
+"""
+
+import importlib
+
+import pytest
+import torch
+
+from metaplastic.ops import accuracy, nvrtc
+from metaplastic.ops.accuracy import Case
+from metaplastic.ops.bayesian import chunked
+from metaplastic.ops.bayesian.cuda import kinds
+
+from .emulation import emulated, emulator, needs_compiler  # noqa: F401 (the first two are fixtures)
+
+forward = importlib.import_module("metaplastic.ops.bayesian.cuda.forward")  # the package's `bayesian` is the operator
+NAMES = ("q", "k", "v", "g", "process_noise", "observation_noise")
+HALF, FULL = torch.bfloat16, torch.float32
+
+
+def arguments(inputs, case):
+    if "initial_state" in inputs:
+        state = inputs["initial_state"]
+    else:
+        prior = inputs["prior_variance"][..., None, None] * torch.eye(case.key_size)
+        covariance = prior.expand(case.rows, *prior.shape).contiguous()
+        state = covariance.new_zeros(case.rows, case.heads, case.key_size, case.value_size), covariance
+    return [x.detach() if x is not None else None for x in (*(inputs.get(n) for n in (*NAMES, "rotation")), *state)]
+
+
+def run(case, dtype, keep=False):
+    """Errors of output, variance and final state, each against the reference in float64, relative to the largest; and
+    what is kept."""
+    inputs = accuracy.example("bayesian", case, dtype)
+    offsets = None if case.offsets is None else torch.tensor(case.offsets)
+    found = forward.forward(*arguments(inputs, case), offsets, case.scale, True, keep)
+    read = accuracy.OPERATORS["bayesian"][0](**accuracy.as_reference(inputs), backend="reference")
+    pairs = zip(found[:4], (read.output, read.variance, *read.state), strict=True)
+    return [((x.double() - y).abs().max() / y.abs().max()).item() if y.numel() else 0.0 for x, y in pairs], found[4:]
+
+
+PACKED = (0, 0, 1, 40, 40, 84)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(batch=1, length=70, key_size=16, value_size=16, decay="mixed", initial=False),
+        Case(batch=1, length=90, heads=1, key_size=5, value_size=6, offsets=PACKED, decay="mixed", noise_groups=2),
+        Case(length=0),
+    ],
+    ids=str,
+)
+def test_keys_as_given(emulated, case):  # noqa: F811
+    """bf16, one decay per head: 0, -0.1, -50, -1000 and -inf side by side."""
+    errors, _ = run(case, HALF)
+    assert errors[0] < 4e-3 and max(errors[1:]) < 2e-6, errors
+    assert set(emulated) == ({"prepare", "scan", "output"} if case.length else {"scan"})
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(batch=1, length=70, heads=1, decay="mixed", initial=False),
+        Case(batch=1, length=90, heads=1, key_size=6, value_size=6, offsets=PACKED, decay="per key", noise_groups=2),
+        Case(batch=1, length=84, key_size=6, value_size=5, offsets=(0, 70, 84), noise_per_key=True, rotation=True),
+        Case(batch=1, length=20, heads=1, decay="per key", noise_per_key=True, rotation=True),
+    ],
+    ids=str,
+)
+def test_everything_else(emulated, case):  # noqa: F811
+    """float32, decays and noises per key, rotations, noise groups: keys decayed and whitened beforehand."""
+    errors, _ = run(case, FULL)
+    assert max(errors) < 3e-6, errors
+    assert set(emulated) == {"scan"}
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("keys", "values"),
+    [(128, 144), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((80, 48), (144, 16), (256, 80)))],
+)
+def test_head_sizes(emulated, keys, values):  # noqa: F811
+    """As many keys as stay in registers, and values of two blocks; more keys, whose P stays in memory."""
+    errors, _ = run(Case(batch=1, length=66, heads=1, key_size=keys, value_size=values), HALF)
+    assert errors[0] < 4e-3 and max(errors[1:]) < 2e-6, errors
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [HALF, FULL], ids=str)
+def test_what_is_kept(emulated, dtype):  # noqa: F811
+    """Entry states and inverse factors of every chunk, in the order that the chunked backend keeps them in."""
+    case = Case(batch=1, length=66, heads=1, noise_groups=2)
+    _, (means, covariances, whitenings) = run(case, dtype, keep=True)
+    exact = arguments(accuracy.as_reference(accuracy.example("bayesian", case, dtype)), case)
+    expected = chunked._filter(*exact, None, case.scale, True, True)[4:]
+    for c, length in enumerate((64, 2)):
+        # Values of a group are padded to 16.
+        pairs = (
+            (means[c].mT[..., :12], expected[0][c]),
+            (covariances[c], expected[1][c]),
+            (whitenings[c][..., :length, :length], expected[2][c][..., :length, :length]),
+        )
+        for found, exactly in pairs:
+            assert ((found - exactly).abs().max() / exactly.abs().max()).item() < 2e-6
+    assert torch.equal(whitenings, whitenings.tril())
+    assert torch.equal(whitenings[1, 0, 0, 2:, 2:], torch.eye(62))  # tokens beyond the end
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        (Case(batch=3, length=1, key_size=8, value_size=12, decay="mixed", initial=False), HALF),
+        (
+            Case(batch=2, length=1, key_size=20, value_size=24, decay="per key", noise_groups=2, noise_per_key=True),
+            FULL,
+        ),
+        pytest.param(
+            Case(length=1, heads=1, key_size=132, value_size=140), FULL, marks=pytest.mark.slow
+        ),  # P read twice
+        pytest.param(Case(length=1, key_size=8), torch.float16, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_decoding(emulated, case, dtype):  # noqa: F811
+    errors, _ = run(case, dtype)
+    assert errors[0] < accuracy.TOLERANCES["bayesian", "cuda"][dtype].forward, errors
+    assert max(errors[1:]) < 1e-6, errors
+    assert set(emulated) == {"decode"}
+
+
+@needs_compiler
+def test_decoding_what_the_kernel_does_not_take(emulated):  # noqa: F811
+    for case in (Case(length=1, rotation=True), Case(length=1, key_size=6), Case(length=1, value_size=5)):
+        errors, _ = run(case, FULL)
+        assert max(errors) < 1e-6, errors
+    assert not emulated
+
+
+def test_every_kernel_compiles():
+    """With the run-time compiler itself, which needs no GPU."""
+    pytest.importorskip("cuda.bindings", reason="no cuda-bindings here: the CUDA kernels are NOT compiled")
+    pytest.importorskip("nvidia.cu13", reason="no NVRTC here: the CUDA kernels are NOT compiled")
+    sizes = {"KEYS": 128}
+    kernels = [("scan", sizes | {"FULL": full}) for full in (0, 1)] + [("prepare", sizes)]
+    kernels += [("output", sizes | {"VARIANCE": 1, "FOR_BACKWARD": 1})]
+    of_decode = {"VARIANCE": 1, "PER_KEY_DECAY": 1, "PER_KEY_NOISE": 0, "GROUPS": 2, "VALUES": 64, "INPUT": "bf16"}
+    for name, definitions in [*kernels, ("decode", sizes | of_decode)]:
+        assert nvrtc.machine_code(forward.FOLDER, name, "sm_90a", definitions)
+
+
+@pytest.mark.parametrize("dtype", accuracy.KERNEL_DTYPES, ids=str)
+def test_the_checked_sizes_take_every_kernel(dtype):
+    """No kernel of up to 256 keys is left out by the doctor."""
+    checked = {kinds.kernels(dtype, *sizes) for sizes in accuracy.SIZES}
+    assert {kinds.kernels(dtype, keys, 16) for keys in range(1, 257)} <= checked and len(checked) == 4
