@@ -457,8 +457,9 @@ def test_a_recipe_is_a_run_that_options_change(command, texts, tmp_path, monkeyp
         patch.setattr(
             "metaplastic.training.train", lambda config, *_, **__: runs.append(config) or {"measurements": {}}
         )
-        with pytest.raises(KeyError):  # nothing was measured
-            command("train", texts, "--tokens-per-step", 192, "--block-length", 32, "--batch-size", 2)
+        sizes = ("--tokens-per-step", 192, "--block-length", 32, "--batch-size", 2)
+        code, _, err = command("train", texts, *sizes, "-o", tmp_path / "nothing")
+        assert code == 2 and "is no finished training run" in one_line(err)  # nothing was measured
         assert runs[0].accumulation == 3
     for given in (("--recipe", "mamba2-debug"), ()):
         shape = ("--block-length", 32, "--batch-size", 2, "--tokens-per-step", 100)

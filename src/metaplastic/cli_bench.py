@@ -109,6 +109,7 @@ def bench_training(
 
 @bench.command("parallel")
 def bench_parallel(
+    context: typer.Context,
     recipe: Annotated[list[str] | None, typer.Option(help="What is timed, a recipe; may be repeated.")] = None,
     alike: Annotated[list[str] | None, typer.Option(help="Of which steps are compared alone; may be repeated.")] = None,
     resume: Annotated[list[str] | None, typer.Option(help="A run that is left and goes on; may be repeated.")] = None,
@@ -136,8 +137,10 @@ def bench_parallel(
     models = [{name: (find(name).network(), find(name).config(accumulation=1)) for name in each} for each in names]
     chosen: dict = {"processes": processes, "batch": batch, "length": length, "long": long, "repetitions": repetitions}
     chosen |= {"compile": compiled, "profiled": waits, "seconds": seconds}
-    if quick:
-        chosen |= {"batch": 1, "length": 32, "long": 64, "few": 16, "alike": (1, 16), "repetitions": 2, "part": 2}
+    if quick:  # but for what was asked for by name
+        toy = {"batch": 1, "length": 32, "long": 64, "few": 16, "alike": (1, 16), "repetitions": 2, "part": 2}
+        given = (name for name in toy if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE")
+        chosen = chosen | toy | {name: chosen[name] for name in set(given) & chosen.keys()}
     setting = parallel_speed.Setting(**chosen)
     measured, path, ways = {}, output / "results.json", way or list(parallel_speed.WAYS)
     timed, compared, resumed = models

@@ -133,8 +133,9 @@ def train(
         from .evaluation.curves import curves_page, read_runs
         from .training.folder import CURVES
 
+        record = read_runs([output])
         make_folder(output / CURVES)
-        page = curves_page(read_runs([output]), output / CURVES)
+        page = curves_page(record, output / CURVES)
         print_table(
             "Trained",
             ("held-out loss (nats/token)", f"{result['eval_loss']:.4f}"),

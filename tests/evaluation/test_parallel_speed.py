@@ -1,7 +1,9 @@
 """``bench parallel``: what is compared with what, and (slow) all of it on a CPU at the size of a toy."""
 
 import copy
+import dataclasses
 import json
+import os
 import re
 
 import pytest
@@ -9,9 +11,10 @@ import torch
 from typer.testing import CliRunner
 
 from metaplastic.cli_bench import bench
+from metaplastic.evaluation import parallel_speed
 from metaplastic.evaluation.parallel_page import compared_rows
 from metaplastic.evaluation.parallel_speed import WAYS, Setting, bench_parallel, compared, jobs, start
-from metaplastic.evaluation.parallel_steps import do
+from metaplastic.evaluation.parallel_steps import do, end_with_parent
 from metaplastic.recipes.language import find
 
 TOY = Setting(batch=1, length=32, long=64, few=16, alike=(1, 16), repetitions=2, part=2)
@@ -124,10 +127,23 @@ def test_processes_that_fail_or_hang_are_ended(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.executable", "/bin/false")
     assert start(tmp_path, "ddp", 2, 60.0) == 1
     sleeping = tmp_path / "sleeping"
-    sleeping.write_text("#!/bin/sh\nexec sleep 60\n")
+    sleeping.write_text("#!/bin/sh\ntest -p /dev/stdin && exec sleep 60\n")  # which closes when this process is gone
     sleeping.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(sleeping))
     assert start(tmp_path, "ddp", 2, 0.2) == "no end in 0.2 seconds"
+
+
+def test_processes_end_with_who_started_them(monkeypatch):
+    ended = []
+    monkeypatch.setattr("os._exit", ended.append)
+    reading, writing = os.pipe()
+    with open(reading, "rb", buffering=0) as pipe:
+        watching = end_with_parent(pipe)
+        watching.join(0.05)
+        assert watching.is_alive() and not ended
+        os.close(writing)
+        watching.join(60)
+    assert ended == [1]
 
 
 def test_wrong_settings_are_named(models, tmp_path):
@@ -137,6 +153,19 @@ def test_wrong_settings_are_named(models, tmp_path):
         Setting(repetitions=0)
     with pytest.raises(ValueError, match="ways: got tensor, expected some of ddp, one, fsdp2, context"):
         next(bench_parallel(models, {}, {}, tmp_path, TOY, ["tensor"]))
+    with pytest.raises(ValueError, match="ways: got one, one, expected different ones"):
+        next(bench_parallel(models, {}, {}, tmp_path, TOY, ["one", "one"]))
+
+
+def test_a_toy_is_of_the_sizes_that_were_asked_for(tmp_path, monkeypatch):
+    """--alike names a recipe; a setting of the same name is no option."""
+    settings = []
+    monkeypatch.setattr(parallel_speed, "bench_parallel", lambda *given: settings.append(given[4]) or [])
+    command = ["parallel", "--quick", "--output", str(tmp_path), "--alike", DEBUG]
+    for options in ([], ["--length", "48", "--repetitions", "3"], ["--batch", "0"]):
+        CliRunner().invoke(bench, command + options)
+    toy = dataclasses.replace(TOY, seconds=settings[0].seconds)
+    assert settings == [toy, dataclasses.replace(toy, length=48, repetitions=3)]  # no batch of 0 was begun
 
 
 @pytest.mark.slow

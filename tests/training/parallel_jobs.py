@@ -47,7 +47,7 @@ def tiny(texts: Path, **changes) -> TrainConfig:
     """Six steps of twelve rows over two epochs, the second of which ends in a step of fewer."""
     settings = {
         "files": (str(texts),), "held_out": 0.2, "hidden_size": 16, "layers": 1, "heads": 2, "intermediate_size": 16,
-        "block_length": 32, "batch_size": 3, "accumulation": 4, "steps": 6, "warmup": 2, "eval_every": 0,
+        "block_length": 32, "batch_size": 3, "accumulation": 4, "steps": 6, "warmup": 2, "eval_every": 2,
         "save_every": 2,
     }  # fmt: skip
     return TrainConfig(**(settings | changes))

@@ -6,6 +6,7 @@ What several processes do with it is computed in one start of Python (slow): ``p
 import copy
 import json
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -136,6 +137,8 @@ def test_names_and_copies_are_those_of_the_model(tmp_path):
         other.model.layers[0].mixer.o_proj.weight.zero_()  # a copy runs its own weights
     changed, loss, expected = (step(each, 12)[0] for each in (other, model, plain))
     assert torch.equal(loss, expected) and not torch.equal(loss, changed)
+    pickled, before = pickle.loads(pickle.dumps(model)), graphs()  # runs uncompiled
+    assert torch.equal(step(pickled, 12)[0], expected) and graphs() == before
 
 
 def test_backends_that_leave_the_graph(monkeypatch):

@@ -127,6 +127,8 @@ def bench_parallel(
     """Of each way what its processes found, as they have; "compared" with one process after each."""
     if unknown := sorted(set(ways) - set(WAYS)):
         raise ValueError(f"ways: got {', '.join(unknown)}, expected some of {', '.join(WAYS)}")
+    if len(set(ways)) < len(ways):
+        raise ValueError(f"ways: got {', '.join(ways)}, expected different ones")
     if ways[0] == WAYS[0]:
         for folder in (GOING_ON, WHOLE):
             shutil.rmtree(output / folder, ignore_errors=True)
@@ -147,6 +149,8 @@ def bench_parallel(
 def start(output: Path, way: str, processes: int, seconds: float) -> int | str:
     """The processes of one way, as torchrun would start them; when one fails, or in so many ``seconds``, all end.
 
+    So they do when this process is gone, however it went: each holds one end of a pipe, which then closes.
+
     Returns 0, the code of the one that failed, or what happened.
     """
     with socket.socket() as free:
@@ -155,12 +159,12 @@ def start(output: Path, way: str, processes: int, seconds: float) -> int | str:
     group = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     command, end = [sys.executable, "-m", f"{__package__}.parallel_steps", str(output), way], time.monotonic() + seconds
     with (output / f"{way}.log").open("w") as log:
-        running = []
+        running, pipe = [], subprocess.PIPE
         for rank in range(processes):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} | group if processes > 1 else {}
             if processes > 1:
                 own |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-            running.append(subprocess.Popen(command, env=os.environ | own, stdout=log, stderr=log))
+            running.append(subprocess.Popen(command, env=os.environ | own, stdin=pipe, stdout=log, stderr=log))
         try:
             while True:
                 codes = [process.poll() for process in running]
@@ -174,7 +178,7 @@ def start(output: Path, way: str, processes: int, seconds: float) -> int | str:
         finally:
             for process in running:
                 process.kill()
-                process.wait()
+                process.communicate()
 
 
 def _read(output: Path, way: str) -> dict[str, Any]:

@@ -14,9 +14,12 @@ import gc
 import itertools
 import json
 import os
+import stat
 import statistics
 import sys
+import threading
 import time
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -228,5 +231,20 @@ def main(folder: Path, way: str) -> None:
         dist.destroy_process_group()
 
 
+def end_with_parent(pipe: FileIO) -> threading.Thread:
+    """Ends this process, wherever it waits, when the one that holds the other end of ``pipe`` is gone."""
+
+    def wait() -> None:
+        while pipe.read(1):
+            pass
+        os._exit(1)
+
+    watching = threading.Thread(target=wait, daemon=True)
+    watching.start()
+    return watching
+
+
 if __name__ == "__main__":
+    if stat.S_ISFIFO(os.fstat(0).st_mode):
+        end_with_parent(FileIO(0, closefd=False))
     main(Path(sys.argv[1]), sys.argv[2])

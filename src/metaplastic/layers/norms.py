@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ..ops.contract import compute_dtype, full_precision
 
@@ -10,10 +11,19 @@ _EPS = 1e-6
 
 def l2_normalize(x: Tensor) -> Tensor:
     """``x / |x|`` over the last axis in float32; a zero vector stays zero and has a finite gradient."""
-    if x.dtype in (torch.bfloat16, torch.float16) and not torch.compiler.is_compiling():
+    if x.dtype in (torch.bfloat16, torch.float16) and not torch.compiler.is_compiling() and not _transformed():
         return _HalfL2.apply(x)  # pyright: ignore[reportReturnType]
+    return _step_by_step(x)
+
+
+def _step_by_step(x: Tensor) -> Tensor:
     y = x.to(compute_dtype(x))
     return (y * torch.rsqrt(y.square().sum(-1, keepdim=True) + _EPS)).to(x.dtype)
+
+
+def _transformed() -> bool:
+    """Whether torch.func or forward-mode differentiation is at work, which see through PyTorch's operations only."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 class _HalfL2(torch.autograd.Function):
@@ -31,9 +41,10 @@ class _HalfL2(torch.autograd.Function):
             return torch.mul(x, inverse, out=torch.empty_like(x))
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, dy: Tensor) -> Tensor:
         x, inverse = ctx.saved_tensors
+        if torch.is_grad_enabled():  # the gradient is to be differentiated in turn
+            return torch.autograd.grad(_step_by_step(x), x, dy, create_graph=True)[0]
         with full_precision(x.device):
             wide = x.float()
             along = (wide * dy).sum(-1, keepdim=True).mul_(inverse).mul_(inverse).mul_(inverse)

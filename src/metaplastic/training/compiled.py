@@ -41,7 +41,12 @@ def compile_blocks(model: MetaplasticPreTrainedModel, backend: str = "inductor")
 
 
 class _Compiled:
-    """The forward pass of a block, which says beforehand which of its sizes will change."""
+    """The forward pass of a block, which says beforehand which of its sizes will change.
+
+    A block that is copied has it too; one that is pickled finds its class's own by this name.
+    """
+
+    __name__ = "forward"
 
     def __init__(self, run: Callable):
         self.run = run

@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn import Parameter
 
 from .checkpoint import STAGING, checkpoints, clear_staging, flush, remove, saving, seal
 from .divergence import check_weights
@@ -118,7 +119,9 @@ class SavingTrainer(ParallelTrainer):
     def _save_checkpoint(self, model, trial) -> None:
         """Hugging Face writes into the staging folder; the rename makes it a checkpoint."""
         self.finish_saving()
-        check_weights(self.model.parameters(), self.state.global_step, self.args.learning_rate)  # pyright: ignore
+        # Asked for by name they are sharded: after an evaluation those around the blocks would still be whole.
+        weights = [weight for weight in self._weights().values() if isinstance(weight, Parameter)]
+        check_weights(weights, self.state.global_step, self.args.learning_rate)
         run, complete = Path(super()._get_output_dir(trial)), None
         name = f"checkpoint-{self.state.global_step}"
         with saving(name, run):
