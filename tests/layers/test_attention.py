@@ -168,6 +168,18 @@ def test_blocks_of_a_large_mask(kind, packed, monkeypatch):
         assert all(torch.equal(a, b) for a, b in zip(state.memory, final.memory, strict=True))
 
 
+def test_blocks_of_packed_tokens_read_no_earlier_sequence(monkeypatch):
+    """From the beginning of the one that a block begins in."""
+    layer, x, read = attention(), inputs(1, 300), []
+    attend = layer._attend
+    monkeypatch.setattr(module, "_LARGE", 1)  # blocks of 64
+    monkeypatch.setattr(
+        layer, "_attend", lambda q, seen, allowed: read.append(allowed.shape[1:]) or attend(q, seen, allowed)
+    )
+    layer(x, cu_seqlens=torch.tensor([0, 0, 130, 130, 290, 290]))
+    assert read == [(64, 64), (64, 128), (64, 192), (64, 256 - 130), (44, 300 - 130)]
+
+
 def test_65537_tokens():
     """A window keeps a long text affordable; its end follows from its middle."""
     layer, x = attention(window=9, dtype=torch.float32), inputs(1, 65_537, dtype=torch.float32)

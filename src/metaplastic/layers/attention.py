@@ -175,11 +175,14 @@ class Attention(nn.Module):
             block = max(64, _LARGE // slots)
         reach = slots if self.window is None else self.window
         in_order = past is None and (keep is None or cu_seqlens is not None)
+        begins = [0]  # of packed sequences: nothing before the one that a block begins in is seen
+        if cu_seqlens is not None and in_order and cu_seqlens.device.type == "cpu" and block < length:
+            begins = cu_seqlens.tolist()
         found = []
         for a in range(0, length, block) if block < length else [0]:
             b = a + block if block < length else length
             high = slots - length + min(b, length)
-            low = max(0, a + 1 - reach) if in_order else 0
+            low = max(a + 1 - reach, *(begin for begin in begins if begin <= a)) if in_order else 0
             n, t = now[:, a:b, None], then[:, None, low:high]
             allowed = (t >= 0) & (t <= n)
             if self.window is not None:
