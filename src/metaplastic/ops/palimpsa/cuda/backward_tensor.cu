@@ -21,7 +21,7 @@
 //
 //     dg_t = dg_{t+1} + (<n_t, M_t> - <x_t, J_t>) - dw_t . w_t - dbeta_t . beta_t
 //
-// where the bracket is prior z_t. Where decays within a tile are not near 1, dg is a small difference of large terms:
+// where the bracket is prior z_t. Where the decay over a tile is not near 1, dg is a small difference of large terms:
 // the tile is done carefully, the bracket summed with the very n and x, rounded to bf16, that the products use. Where
 // they are, one tile's sum may go on in the tile before it.
 //
@@ -368,7 +368,7 @@ backward_tensor(const u16* __restrict__ q, const u16* __restrict__ k, const u16*
             copies_arrived();
             __syncthreads();
             if (!PULL) write_key_sums(first), write_row_sums(first);
-            direct = tile.first % ENTRY == 0 || floats[DECAY + tile.first] < CAREFUL_BELOW;
+            direct = tile.first % ENTRY == 0 || floats[DECAY + tile.first] < STEEP_BELOW;
         }
     }
 

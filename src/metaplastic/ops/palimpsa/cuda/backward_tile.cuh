@@ -50,7 +50,8 @@ constexpr int WARPS = ROW_GROUPS * KEY_PARTS, THREADS = 32 * WARPS;
 constexpr int ROWS = 16 * ROW_GROUPS, VALUES = ROWS * VALUE_BLOCKS;
 constexpr int ALL_BLOCKS = KEY_BLOCKS * KEY_PARTS, KEYS = 16 * ALL_BLOCKS;
 constexpr int CHUNK = 64, ENTRY = 16, ENTRIES = CHUNK / ENTRY, TILE = 8;  // tokens
-constexpr float STRONG = 4.f, CAREFUL_BELOW = -0.7f;
+constexpr float STRONG = 4.f, STEEP_BELOW = -0.7f;  // of g
+constexpr float CAREFUL_BELOW = 0.135f;             // of c of a tile's last token: exp(-2)
 
 // Shared memory, in words. Rows of bf16 are padded so that 8 of them, 16 bytes each, fall into different banks. The 16
 // keys of a block stand in the order 0, 2, .., 14, 1, 3, .., 15, so that a lane's two keys are neighbours in memory.
@@ -75,7 +76,7 @@ constexpr int TOKEN_SUMS = ROW_SUMS + (KEY_PARTS - 1) * ROW_GROUPS * 256;  // [w
 constexpr int AFTER_SUMS = TOKEN_SUMS + WARPS * 12;
 constexpr int DECAY = AFTER_SUMS < AFTER_DECAYED ? AFTER_DECAYED : AFTER_SUMS;  // g of the chunk's tokens
 constexpr int GAUGE = DECAY + CHUNK, INVERSE = GAUGE + CHUNK;  // their c and 1 / c
-constexpr int BEGINS = INVERSE + CHUNK;                        // which begin a tile, which have a decay not near 1
+constexpr int BEGINS = INVERSE + CHUNK;                        // which begin a tile
 constexpr int RUNNING = BEGINS + 4, WORDS = RUNNING + 4;       // dg of the first token of the tile done last
 extern "C" __device__ const int launch_shape[2] = {THREADS, 4 * WORDS};
 
@@ -143,20 +144,19 @@ __device__ __forceinline__ u64 tile_starts(u64 strong, int tokens) {
 // Tokens [first, first + tokens) of the chunk.
 struct Tile {
     int first, tokens;
-    bool careful;  // is a decay within the tile not near 1?
+    bool careful;  // is the decay from its first token to its last not near 1?
     __device__ __forceinline__ int token(int s) const { return min(first + s, CHUNK - 1); }  // maybe none of the tile's
     __device__ __forceinline__ float inverse(const u32* shared, int s) const {  // 1 / c_s; beyond the last token, its
         return ((const float*)shared)[INVERSE + first + min(s, tokens - 1)];
     }
 };
-// Of a chunk of so many tokens: where tiles begin, where decays are not near 1, c and 1 / c of every token.
+// Of a chunk of so many tokens: where tiles begin, c and 1 / c of every token.
 __device__ __forceinline__ void write_tiles(u32* shared, int tokens) {
     float* const floats = (float*)shared;
     const int own = THREADS - 1 - threadIdx.x;  // the last warps have the least to do beside
     if (own >= CHUNK) return;
     const u64 starts = tile_starts(tokens_below(floats + DECAY, -STRONG), tokens);
-    const u64 steep = tokens_below(floats + DECAY, CAREFUL_BELOW);
-    if (own == 0) *(u64*)(shared + BEGINS) = starts, *(u64*)(shared + BEGINS + 2) = steep;
+    if (own == 0) *(u64*)(shared + BEGINS) = starts;
 #pragma unroll 1
     for (int t = own; t < tokens; t += THREADS) {
         const int first = last_before(starts, t + 1);
@@ -168,8 +168,7 @@ __device__ __forceinline__ void write_tiles(u32* shared, int tokens) {
 }
 __device__ __forceinline__ Tile read_tile(const u32* shared, int end) {
     const int first = last_before(*(const u64*)(shared + BEGINS), end);
-    const u64 steep = *(const u64*)(shared + BEGINS + 2);
-    return {first, end - first, (steep & bits_before(end) & ~bits_before(first + 1)) != 0};
+    return {first, end - first, ((const float*)shared)[GAUGE + end - 1] < CAREFUL_BELOW};
 }
 
 // Decays over 16 tokens, lane = token - base, of which those after `last` do not count: from each to the end, and from
