@@ -11,6 +11,7 @@ from ...rules import bayesian as rule
 from ..chunks import Chunks, chunk_size
 from ..contract import compute_dtype, full_precision, read_offsets
 from . import check_values
+from .custom import differentiable
 from .frame import Frame, Inputs
 
 Optional = Tensor | None
@@ -214,31 +215,4 @@ def _(
     return *like, mean.new_empty(mean.shape), covariance.new_empty(covariance.shape)
 
 
-def _setup_context(ctx, inputs, output):
-    *tensors, ctx.scale, ctx.output_variance, _ = inputs
-    ctx.save_for_backward(*tensors, *output[4:])
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate(ctx, d_output, d_variance, d_mean, d_covariance, *_):
-    *inputs, cu_seqlens, means, covariances, whitenings = ctx.saved_tensors
-    if d_output is None:
-        d_output = inputs[0].new_zeros(inputs[2].shape)
-    gradients = _adjoint(
-        d_output, d_variance if ctx.output_variance else None, d_mean, d_covariance,
-        *inputs, means, covariances, whitenings, cu_seqlens, ctx.scale,
-    )  # fmt: skip
-    wanted = [d if x is not None else None for d, x in zip(gradients, inputs, strict=True)]
-    return *wanted, None, None, None, None
-
-
-_filter.register_autograd(_differentiate, setup_context=_setup_context)
-
-
-def apply(
-    q, k, v, g, process_noise, observation_noise, rotation, mean, covariance, cu_seqlens, scale, output_variance
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Output, variance (empty if not asked for), final mean and covariance."""
-    given = (q, k, v, g, process_noise, observation_noise, rotation, mean, covariance)
-    keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
-    return _filter(*given, cu_seqlens, scale, output_variance, keep)[:4]
+apply = differentiable(_filter, _adjoint)

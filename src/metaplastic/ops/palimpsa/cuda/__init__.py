@@ -1,4 +1,4 @@
-"""The CUDA backend: kernels compiled at run time (:mod:`.compile`), one file per pass."""
+"""The CUDA backend: kernels compiled at run time (:mod:`metaplastic.ops.nvrtc`), one file per pass."""
 
 from ..custom import register
 from .backward import backward
