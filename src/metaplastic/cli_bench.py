@@ -39,7 +39,10 @@ def bench_kernels(
     output: Output = Path("runs/bench-kernels"),
     quick: Annotated[bool, typer.Option(help="One shape and a decode step.")] = False,
     only: Annotated[
-        list[str] | None, typer.Option(help="shapes, decode, one head or training step; may be repeated. Default: all.")
+        list[str] | None,
+        typer.Option(
+            help="bayesian, decode, shapes, filter shapes, one head or training step; may be repeated. Default: all."
+        ),
     ] = None,
     peers: Annotated[bool, typer.Option(help="Also time flash-linear-attention, if installed.")] = True,
 ) -> None:

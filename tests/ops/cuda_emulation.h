@@ -148,9 +148,6 @@ static inline u32 __byte_perm(u32 a, u32 b, u32 selector) {
     return result;
 }
 
-template <class T> T __ldcs(const T* from) { return *from; }
-template <class T> void __stcs(T* to, T value) { *to = value; }
-
 static inline float reciprocal(float x) { return 1.f / x; }
 static inline u32 round_bf16(float x) {
     u32 u = __float_as_uint(x);

@@ -159,6 +159,98 @@ def test_the_configurations_that_are_worth_a_try():
     assert fla_tuning._fewer(lambda configs, nargs, **options: configs[:1], few, {}) == few[:1]
 
 
+def test_mesanet_as_its_layer_calls_it(monkeypatch):
+    """A peer in timings: normed keys as they are, no states, its layer's number of steps."""
+    asked = {}
+
+    def chunk_mesa_net(q, k, v, g, beta, lamb, max_CG_iteration, use_qk_l2norm_in_kernel=False):
+        asked.update(lamb=lamb, steps=max_CG_iteration, norm=use_qk_l2norm_in_kernel)
+        return beta[..., None] * v + g[..., None] + (q - k), None, None
+
+    for name, names in {"fla": {}, "fla.ops": {}, "fla.ops.mesa_net": {"chunk_mesa_net": chunk_mesa_net}}.items():
+        module = types.ModuleType(name)
+        module.__dict__.update(names)
+        monkeypatch.setitem(sys.modules, name, module)
+    q, k, v = torch.randn(3, 1, 2, 3, 4)
+    beta, g, ridge = torch.rand(1, 2, 3), -torch.rand(1, 2, 3), torch.ones(3, 4)
+    output = fla.mesa(q, k, v, beta, g, ridge)
+    torch.testing.assert_close(output, beta[..., None] * v + g[..., None] + (q - k))
+    assert asked["lamb"] is ridge and asked["steps"] == 30 and not asked["norm"]
+    assert "30 steps" in fla.MESA_NOTE
+
+
+def test_every_kernel_is_compiled_by_one_process(monkeypatch, tmp_path):
+    """Configurations of tuned kernels, and kernels that are not tuned, for each type and size: what another process has
+    claimed is left to it, and what does not compile ends nothing."""
+    compiled = []
+
+    class JITFunction:
+        def __init__(self, name):
+            self.__name__ = name
+
+        def run(self, x, grid, heads, config=None):
+            compiled.append((self.__name__, x.dtype, heads, config))
+            if self.__name__ == "broken":
+                raise RuntimeError("out of shared memory")
+
+    class Autotuner:
+        early_config_prune, nargs, do_bench, arg_names = None, None, None, ("x",)
+        configs = [types.SimpleNamespace(num_warps=w, num_stages=2, kwargs={}) for w in (1, 4, 8)]
+
+        def __init__(self, kernel):
+            self.fn = self.base_fn = kernel
+
+        def prune_configs(self, options):
+            return self.early_config_prune(self.configs, self.nargs, **options)
+
+        def _bench(self, *args, config, **options):
+            self.do_bench(lambda: self.fn.run(*args, config=config.num_warps, **options), quantiles=None)
+
+    kernels = [
+        JITFunction("broken"),
+        *(Autotuner(JITFunction(name)) for name in ("broken", "tuned")),
+        JITFunction("plain"),
+    ]
+
+    def run(call):
+        for dtype in (torch.float32, torch.float16, torch.float32):
+            for kernel in kernels:
+                kernel.run(torch.zeros(call.batch, dtype=dtype), grid=lambda meta: meta, heads=call.heads)
+
+    for name, names in {
+        "triton": {},
+        "triton.runtime": {},
+        "triton.runtime.autotuner": {"Autotuner": Autotuner},
+        "triton.runtime.jit": {"JITFunction": JITFunction},
+    }.items():
+        module = types.ModuleType(name)
+        module.__dict__.update(names)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(fla_tuning, "_run", run)
+    monkeypatch.setattr(fla_tuning, "_tuners", lambda: kernels[1:3])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    launch = JITFunction.run
+    calls = [fla_tuning.Call("mesa", batch, heads, 8, 8, True) for batch, heads in ((2, 1), (2, 2), (3, 2))]
+
+    def process(calls):
+        compiled.clear()
+        JITFunction.run = launch  # as in a new process
+        for kernel in kernels[1:3]:
+            kernel.early_config_prune = None
+        fla_tuning._compile_unclaimed(calls, str(tmp_path))
+        return list(compiled)
+
+    first, second, third = process(calls[:1]), process(calls), process(calls)
+    warps = {"tuned": (4, 8), "plain": (None,), "broken": (4, 8, None)}
+    types_ = (torch.float32, torch.float16)
+
+    def wanted(heads):
+        return {(name, dtype, heads, w) for name in warps for w in warps[name] for dtype in types_}
+
+    assert set(first) == wanted(1) and set(second) == wanted(2) and not third
+    assert len(first) == len(second) == len(wanted(1))
+
+
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore::ImportWarning")  # the library says what it lacks
 def test_tuning_from_kernels_that_others_compiled(monkeypatch, tmp_path):

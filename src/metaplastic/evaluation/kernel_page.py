@@ -12,13 +12,15 @@ def kernel_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
     rows = []
     for name, value in found.items():
         if isinstance(value, dict) and "forward ms" in value:
-            times = f"{value['forward ms']:.3g} / {value['forward + backward ms']:.3g} ms"
+            times = " / ".join(f"{value[f'{p} ms']:.3g}" for p in OPERATIONS if f"{p} ms" in value) + " ms"
             shares = [f"{value[f'{p} floor share']:.0%}" for p in OPERATIONS if f"{p} floor share" in value]
             of_floor = f", {' / '.join(shares)} of the floor" if shares else ""
-            rows.append((name, f"{times}{of_floor}, {value['extra peak GB']:.2f} GB extra"))
+            extra = f", {value['extra peak GB']:.2f} GB extra" if "extra peak GB" in value else ""
+            rows.append((name, f"{times}{of_floor}{extra}"))
             if "errors" in value:
                 worst = max(value["errors"].items(), key=lambda x: x[1])
                 rows.append(("  largest error", f"{worst[1]:.1e} ({worst[0]})"))
+            if "20 runs equal" in value:
                 rows.append(("  20 runs equal, bit for bit", "yes" if value["20 runs equal"] else "NO"))
             if "note" in value:
                 rows.append(("  note", value["note"]))
@@ -32,8 +34,6 @@ def kernel_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
 
 def kernel_page(record: dict[str, Any], output: Path) -> Path:
     """Tables and the throughput of one head, as one page."""
-    from matplotlib.figure import Figure
-
     report = Report("Kernels on this device")
     report.text("Forward / forward and backward, medians; shares are of the floor that no implementation can beat.")
     for name, found in record["measurements"].items():
@@ -41,6 +41,8 @@ def kernel_page(record: dict[str, Any], output: Path) -> Path:
         if name != "one head":
             report.table(["measured", "value"], kernel_rows(found))
             continue
+        from matplotlib.figure import Figure
+
         figure = Figure(figsize=(5, 3.2))
         axes = figure.subplots()
         for label, rates in found.items():

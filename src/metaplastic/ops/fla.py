@@ -22,6 +22,11 @@ from .delta import check_values as check_delta
 _LEAST = -20.0  # log decay
 MULTIPLE = 8
 LARGEST_KEYS = 256  # of the delta rule
+MESA_STEPS = 30  # of conjugate gradients: what the library's own layer takes
+MESA_NOTE = (
+    f"{MESA_STEPS} steps of conjugate gradients and a lambda of 1 for every key, as its layer has before training; "
+    "errors against the exact solution in float64"
+)
 Optional = Tensor | None
 
 
@@ -52,6 +57,13 @@ def delta(
     )
     run = chunk_kda if g.dim() == 4 else chunk_gated_delta_rule
     return _run("delta", run, {"q": q, "k": k, "v": v, "beta": beta, "g": g}, mean, cu_seqlens, scale)
+
+
+def mesa(q, k, v, beta, g, ridge) -> Tensor:
+    """MesaNet's output (``metaplastic.rules.mesa``, K = V up to 128): a peer for timings, no operator's backend."""
+    from fla.ops.mesa_net import chunk_mesa_net  # pyright: ignore[reportMissingImports]
+
+    return chunk_mesa_net(q=q, k=k, v=v, g=g, beta=beta, lamb=ridge, max_CG_iteration=MESA_STEPS)[0]
 
 
 def no_gradients(op: str, per_key: bool) -> str | None:

@@ -7,11 +7,12 @@ For timings, :func:`quick`: the tuner tries fewer configurations, each for a sho
 
 import contextlib
 import functools
+import hashlib
 import multiprocessing
 import os
 import sys
+import tempfile
 import time
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -28,9 +29,9 @@ LENGTH = 128  # tokens: nothing is compiled anew for another length
 
 
 class Call(NamedTuple):
-    """What is going to be timed: an operator on ``batch`` sequences of ``heads`` of ``key_size`` x ``value_size``."""
+    """What is going to be timed, on ``batch`` sequences of ``heads`` of ``key_size`` x ``value_size``."""
 
-    operator: str
+    operator: str  # "additive", "delta" or "mesa"
     batch: int
     heads: int
     key_size: int
@@ -78,16 +79,17 @@ def compile_all(calls: Sequence[Call], processes: int | None = None, seconds: fl
     """Compiles what :func:`quick` tries for these calls. False if that took more than ``seconds`` and was ended."""
     count = processes or max(1, min(16, len(os.sched_getaffinity(0))))
     start = multiprocessing.get_context("spawn").Process
-    running = [start(target=_compile_share, args=(tuple(calls), rank, count), daemon=True) for rank in range(count)]
-    for process in running:
-        process.start()
-    last = time.monotonic() + seconds
-    for process in running:
-        process.join(max(0.0, last - time.monotonic()))
-    late = [process for process in running if process.exitcode is None]
-    for process in late:
-        process.kill()
-        process.join()
+    with tempfile.TemporaryDirectory() as claims:
+        running = [start(target=_compile_unclaimed, args=(tuple(calls), claims), daemon=True) for _ in range(count)]
+        for process in running:
+            process.start()
+        last = time.monotonic() + seconds
+        for process in running:
+            process.join(max(0.0, last - time.monotonic()))
+        late = [process for process in running if process.exitcode is None]
+        for process in late:
+            process.kill()
+            process.join()
     if failed := [process.exitcode for process in running if process.exitcode and process not in late]:
         raise RuntimeError(f"{len(failed)} of {count} processes that compile failed with {failed}")
     return not late
@@ -95,7 +97,7 @@ def compile_all(calls: Sequence[Call], processes: int | None = None, seconds: fl
 
 def _tuners() -> list[Any]:
     """Every kernel of the library that its tuner looks after, of the operators used here."""
-    from fla.ops import gated_delta_rule, gla, kda, simple_gla  # noqa: F401  # pyright: ignore[reportMissingImports]
+    from fla.ops import gated_delta_rule, gla, kda, mesa_net, simple_gla  # noqa: F401  # pyright: ignore[reportMissingImports]
     from triton.runtime.autotuner import Autotuner  # pyright: ignore[reportMissingImports]
 
     found = {}
@@ -122,24 +124,44 @@ def _fewer(prune: Callable | None, configs: list, nargs: dict[str, Any], **optio
     return configs
 
 
-def _compile_share(calls: Sequence[Call], rank: int, count: int) -> None:
-    """Runs every call with a tuner that compiles its share of the configurations and launches nothing else."""
+def _compile_unclaimed(calls: Sequence[Call], claims: str) -> None:
+    """Runs every call with kernels of which this process compiles, and launches, those alone that no other has begun.
+
+    Each is a file in the folder ``claims``: some take ten times as long as others, so shares are not cut beforehand.
+    """
     from triton.runtime.autotuner import Autotuner  # pyright: ignore[reportMissingImports]
+    from triton.runtime.jit import JITFunction  # pyright: ignore[reportMissingImports]
+
+    launch = JITFunction.run
+
+    def unclaimed(kernel: str, given: Sequence[Any]) -> bool:
+        """What is compiled depends on the types of tensors and the values of all else, a configuration's among them."""
+        plain = (int, float, str, type(None))
+        kinds = [x.dtype if isinstance(x, torch.Tensor) else x for x in given if isinstance(x, (torch.Tensor, *plain))]
+        name = hashlib.sha256(f"{kernel} {kinds}".encode()).hexdigest()
+        try:
+            os.close(os.open(os.path.join(claims, name), os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return False
+        return True
 
     def run(self, *args, **options) -> None:
+        if unclaimed(self.__name__, [*args, *options.values()]):
+            with contextlib.suppress(Exception):  # who measures finds out
+                launch(self, *args, **options)
+
+    def run_all(self, *args, **options) -> None:
         self.nargs = dict(zip(self.arg_names, args, strict=False))
-        sizes = [options.get(n) for n in ("H", "K", "V")]
         for config in self.prune_configs(options):
-            if zlib.crc32(f"{self.base_fn.__name__} {sizes} {config}".encode()) % count == rank:
-                with contextlib.suppress(Exception):  # the tuner that measures finds out by itself
-                    self._bench(*args, config=config, **options)
+            with contextlib.suppress(Exception):
+                self._bench(*args, config=config, **options)
         self.nargs = None
 
     for tuner in _tuners():
         tuner.early_config_prune = functools.partial(_fewer, tuner.early_config_prune)
         tuner.do_bench = lambda call, quantiles: call()
         tuner.cache_results = False
-    Autotuner.run = run  # this process ends after it
+    Autotuner.run, JITFunction.run = run_all, run  # this process ends after it
     for call in calls:
         _run(call)
     torch.cuda.synchronize()
@@ -148,16 +170,19 @@ def _compile_share(calls: Sequence[Call], rank: int, count: int) -> None:
 def _run(call: Call) -> None:
     """What is computed is nothing: only the shapes and the types count."""
     shape = (call.batch, LENGTH, call.heads)
-    q, k, v = (
-        torch.zeros(*shape, size, device="cuda", dtype=torch.bfloat16, requires_grad=call.gradients)
-        for size in (call.key_size, call.key_size, call.value_size)
-    )
-    g = torch.zeros(shape, device="cuda", requires_grad=call.gradients)
+
+    def zeros(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.zeros(sizes, device="cuda", dtype=dtype, requires_grad=call.gradients)
+
+    q, k, v = (zeros(*shape, size) for size in (call.key_size, call.key_size, call.value_size))
+    g = zeros(*shape, dtype=torch.float32)
     with fla.unchecked():
-        if call.operator == "delta":
-            beta = torch.zeros(shape, device="cuda", dtype=torch.bfloat16, requires_grad=call.gradients)
-            read = delta(q, k, v, beta, g, backend="fla")
+        if call.operator == "mesa":
+            ridge = zeros(call.heads, call.key_size, dtype=torch.float32)
+            output = fla.mesa(q, k, v, zeros(*shape, dtype=torch.float32), g, ridge)
+        elif call.operator == "delta":
+            output = delta(q, k, v, zeros(*shape), g, backend="fla").output
         else:
-            read = additive(q, k, v, g, backend="fla")
+            output = additive(q, k, v, g, backend="fla").output
         if call.gradients:
-            read.output.sum().backward()
+            output.sum().backward()

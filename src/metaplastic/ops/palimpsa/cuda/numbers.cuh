@@ -17,21 +17,6 @@ template <class T> __device__ __forceinline__ Four four(const T* from) {
     return {number(all.x[0]), number(all.x[1]), number(all.x[2]), number(all.x[3])};
 }
 
-// Four numbers that nobody will want again soon: they should not push others out of the cache.
-union Streamed { Four all; float4 words[sizeof(Four) / 16]; };
-__device__ __forceinline__ Four stream_in(const REAL* from) {
-    Streamed x;
-#pragma unroll
-    for (int i = 0; i < sizeof(Four) / 16; i++) x.words[i] = __ldcs((const float4*)from + i);
-    return x.all;
-}
-__device__ __forceinline__ void stream_out(REAL* to, Four numbers) {
-    Streamed x;
-    x.all = numbers;
-#pragma unroll
-    for (int i = 0; i < sizeof(Four) / 16; i++) __stcs((float4*)to + i, x.words[i]);
-}
-
 __device__ __forceinline__ void put(bf16* to, REAL x) { to->bits = pack_bf16((float)x, 0.f); }
 __device__ __forceinline__ void put(half* to, REAL x) { to->bits = float_to_half((float)x); }
 __device__ __forceinline__ void put(float* to, REAL x) { *to = (float)x; }
