@@ -23,11 +23,16 @@ from .states import entry_states, write_chunk_states
 
 BUDGET = 3 << 30  # bytes of states and partial sums at once, and no more than this part of the device's memory:
 SHARE = 1 / 16
+GROUP = 3 << 29  # bytes that whole sequences may take at once
 STATES = 320 << 20  # bytes of states that several groups may share: with few heads they take less time if made together
 LEAST_SPAN = 512  # tokens of a piece of a sequence
-SHARED_BYTES = 227 << 10  # that a multiprocessor has
+SHARED_BYTES = 227 << 10  # of a block; a multiprocessor has 1 KB more, and each block takes 1 KB beside
 BLOCK = 16  # keys or values that a tensor-core product takes
 WARPS = 12  # of a multiprocessor: as many as have the registers they need
+CACHE = 40 << 20  # bytes of states that stay in the cache until they are wanted
+STREAMED = 6  # blocks of keys of a warp whose gradients may lie in the cache: more would not fit into registers
+STEEP_BELOW = -0.7  # tiles of tokens with such a g take longer (backward_layout.cuh),
+LONGEST = 1.4  # times as long if all have one
 
 
 class Walk(NamedTuple):
@@ -37,8 +42,9 @@ class Walk(NamedTuple):
     rows: int  # values of a block
     shared_bytes: int
     most: int  # blocks that a multiprocessor can hold
-    scratch: int  # bytes per block
+    scratch: int  # bytes of a state that a block keeps
     definitions: dict[str, Any]
+    apart: int = 16  # tokens from one state of a chunk to the next, at least
 
 
 class Span(NamedTuple):
@@ -119,16 +125,26 @@ def tensor_walks(keys: int, values: int) -> tuple[Walk, ...]:
         if key_blocks % parts or row_groups % groups or parts * groups > WARPS:
             continue
         warps, of_warp, rows = parts * groups, key_blocks // parts, BLOCK * groups
-        run = 4 * 16 * (keys // 2 + 4)  # decayed tokens; this and what follows as in backward_tile.cuh
-        words = warps * (of_warp + 1) * 512 + 64 * (keys // 2 + 4 + rows + 8)
-        words += 8 * (key_blocks * 68 + groups * 64) + 8 * (keys + rows) // 2 + run
-        words += max(warps * (of_warp * 256 + 12) + (parts - 1) * groups * 256, 2 * run) + 3 * 64 + 8
-        if most := min(SHARED_BYTES // (4 * words + 1024), WARPS // warps):
-            definitions = {
-                "KEY_BLOCKS": of_warp, "KEY_PARTS": parts, "ROW_GROUPS": groups, "VALUE_BLOCKS": row_groups // groups,
-            }  # fmt: skip
-            found.append(Walk("backward_tensor", rows, 4 * words, most, warps * of_warp * 8192, definitions))
+        row = keys // 2 + 4  # this and what follows as in backward_layout.cuh
+        for stream in (0, 1) if parts == 1 and of_warp <= STREAMED else (0,):
+            words = warps * (1 if stream else of_warp + 1) * 512 + 64 * (row + rows + 8)
+            words += 8 * (key_blocks * 68 + groups * 64) + 8 * (keys + rows) // 2 + 3 * 64 + 8
+            sums = warps * ((of_warp + stream) * 256 + 12) + (parts - 1) * groups * 256
+            least, near = (4 * (words + 4 * max(apart * row + sums // 4, (64 - apart) * row)) for apart in (16, 8))
+            if most := _resident(least, warps):
+                definitions = {
+                    "KEY_BLOCKS": of_warp, "KEY_PARTS": parts, "ROW_GROUPS": groups,
+                    "VALUE_BLOCKS": row_groups // groups, "STREAM": stream,
+                }  # fmt: skip
+                apart, size = (8, max(least, near)) if _resident(near, warps) == most else (16, least)
+                found.append(Walk("backward_tensor", rows, size, most, warps * of_warp * 2048, definitions, apart))
+                break  # gradients stay in shared memory where they fit
     return tuple(found)
+
+
+def _resident(size: int, warps: int) -> int:
+    """How many blocks with so many bytes of shared memory a multiprocessor holds."""
+    return min((SHARED_BYTES + 1024) // (size + 1024), WARPS // warps) if size <= SHARED_BYTES else 0
 
 
 @functools.cache
@@ -136,8 +152,8 @@ def tensor_walk(keys: int, values: int, items: int, longest: int, processors: in
     """The fastest for ``items`` heads of sequences of ``longest`` tokens.
 
     A warp takes a tile of tokens for one block of keys after the other and waits for its own results most of that time,
-    so that warps hardly hold each other up, and what a tile costs besides is that of about two blocks of keys (1.7, and
-    9.4 warps until it shows: fitted to three layouts on an H200).
+    so that warps hardly hold each other up, and what a tile costs besides is that of about two blocks of keys (1.7, 9.4
+    warps until it shows, and 1.15 where gradients wait in the cache: fitted to three layouts, and two, on an H200).
     """
 
     def cost(walk: Walk) -> tuple[float, int]:
@@ -148,7 +164,8 @@ def tensor_walk(keys: int, values: int, items: int, longest: int, processors: in
         rounds = -(-blocks * pieces // (processors * resident))
         crowd = max(1.0, resident * shape["KEY_PARTS"] * shape["ROW_GROUPS"] / 9.4)
         passes = 1.6 if pieces > 1 else 1.0  # what pieces add to each other is found first
-        return rounds * -(-longest // pieces) * (1.7 + shape["KEY_BLOCKS"]) * crowd * passes, shape["VALUE_BLOCKS"]
+        slower = crowd * passes * (1.15 if shape["STREAM"] else 1.0)
+        return rounds * -(-longest // pieces) * (1.7 + shape["KEY_BLOCKS"]) * slower, shape["VALUE_BLOCKS"]
 
     return min(tensor_walks(keys, values), key=cost, default=None)
 
@@ -177,20 +194,26 @@ class _Backward:
         self.device = problem.q.device
         processors = layout._processors(self.device)
         # What a span takes per token (states before every chunk, partial sums of dq and dk) and beside.
-        of_token = heads * keys * (2 * values // CHUNK + 2 * self.blocks) * problem.g.element_size()
-        beside = heads * self.blocks * walk.scratch
+        sums = 2 * self.blocks if self.blocks > 1 else 0
+        of_token = heads * keys * (2 * values // CHUNK + sums) * problem.g.element_size()
         self.spans = self._cut(_budget(self.device) // max(1, of_token), processors)
         self.cut = len(self.spans) > len(problem.cuts) - 1
         self.resident = max(1, min(walk.most, -(-len(self.spans) * heads * self.blocks // processors)))
         longest = max((span.end - span.start for span in self.spans), default=0)
+        active = min(processors * self.resident, len(self.spans) * heads * self.blocks)
+        self.apart = walk.apart if 8 * active * walk.scratch <= CACHE else 16  # tokens from state to state
+        self.scratch = walk.scratch * (CHUNK // self.apart + walk.definitions.get("STREAM", 0))  # bytes per block
+        beside = heads * self.blocks * self.scratch
+        budget = _budget(self.device) if self.cut else min(GROUP, _budget(self.device))
         self.at_once = group_size(
             len(self.spans),
             heads * self.blocks,
             processors * self.resident,
-            _budget(self.device) // max(1, of_token * (longest + CHUNK) + beside),
+            budget // max(1, of_token * (longest + CHUNK) + beside),
         )
         states = self.at_once * -(-longest // CHUNK) * heads * keys * values * 2 * problem.g.element_size()
         self.together = self.at_once * max(1, STATES // max(1, states))  # spans whose states are made at once
+        self.order = slow_heads_first(problem.g) if walk.name == "backward_tensor" else None
         self.kept = None  # states before the chunks, where they are made once for all spans
 
     def _cut(self, tokens: int, processors: int) -> list[Span]:
@@ -299,9 +322,9 @@ class _Backward:
         outputs = [*last, sums[0], sums[1], to_w, to_beta, sums[2], None if pull else d_prior[group], *first]
         count = len(spans) * heads * self.blocks
         if self.walk.name == "backward_tensor":
-            definitions |= {"BLOCKS": self.resident, "PULL": int(pull)}
-            scratch = torch.empty(count * self.walk.scratch, dtype=torch.uint8, device=q.device)
-            arguments += [table, *chunks, *outputs, scratch, end - start, heads]
+            definitions |= {"BLOCKS": self.resident, "ENTRY": self.apart, "PULL": int(pull)}
+            scratch = torch.empty(count * self.scratch, dtype=torch.uint8, device=q.device)
+            arguments += [table, self.order, *chunks, *outputs, scratch, end - start, heads]
         else:
             if pull:  # this kernel has no such job: its other results are thrown away
                 sums = [x.new_empty((self.blocks, *x.shape[1:]), dtype=g.dtype) for x in (q, k, g)]
@@ -322,10 +345,19 @@ def _budget(device: torch.device) -> int:
 
 
 def group_size(spans: int, blocks: int, slots: int, most: int) -> int:
-    """Spans at once, at most ``most``: fewest rounds of ``slots`` blocks over all groups, then the smallest groups."""
+    """Spans at once, at most ``most``: fewest rounds of ``slots`` blocks over all groups, then the smallest groups.
 
-    def rounds(size: int) -> int:
+    Every group also waits for its slowest block, which takes up to LONGEST rounds.
+    """
+
+    def rounds(size: int) -> float:
         whole, rest = divmod(spans, size)
-        return whole * -(-size * blocks // slots) + -(-rest * blocks // slots)
+        waits = (LONGEST - 1) * -(-spans // size)
+        return whole * -(-size * blocks // slots) + -(-rest * blocks // slots) + waits
 
     return min(range(1, max(1, min(spans, most)) + 1), key=lambda size: (rounds(size), size))
+
+
+def slow_heads_first(g: Tensor) -> Tensor:
+    """Heads in the order of how many of their decays make tiles slow, most first; the host does not wait for it."""
+    return (g.flatten(0, 1) < STEEP_BELOW).sum(0).argsort(descending=True, stable=True)

@@ -23,56 +23,59 @@
 //
 // where the bracket is prior z_t. Where the decay over a tile is not near 1, dg is a small difference of large terms:
 // the tile is done carefully, the bracket summed with the very n and x, rounded to bf16, that the products use. Where
-// they are, one tile's sum may go on in the tile before it.
+// they are, one tile's sum may go on in the tile before it. dw . w + dbeta . beta is half of dw . w + dk . k.
 //
 // A block takes 16 ROW_GROUPS values of one head of one span; a warp 16 of them and KEY_BLOCKS blocks of 16 keys, one
 // block at a time: lane (row, column) holds keys 2 row, 2 row + 1 and values 2 column + {0, 1, 8, 9} of a block, the
-// layout of a product's result. Given when compiling: KEY_BLOCKS, KEY_PARTS (together: K), ROW_GROUPS, VALUE_BLOCKS
-// (together: V), BLOCKS (per multiprocessor) and PULL: if 1, only what the span adds to the gradient of its first state
-// is wanted.
+// layout of a product's result. What a block of keys starts from is fetched while the one before is done.
+//
+// Given when compiling: KEY_BLOCKS, KEY_PARTS (together: K), ROW_GROUPS, VALUE_BLOCKS (together: V), BLOCKS (per
+// multiprocessor); ENTRY, 8 or 16: tokens from one of a chunk's states to the next; STREAM: if 1, dM and dJ are kept in
+// the scratch, not in shared memory (KEY_PARTS is 1); PULL: if 1, only what the span adds to d_first is wanted.
 #include "backward_tile.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 backward_tensor(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __restrict__ w,
                 const u16* __restrict__ beta, const float* __restrict__ g, const float* __restrict__ prior,
                 const u16* __restrict__ d_output, const i64* __restrict__ spans,
+                const i64* __restrict__ order,  // of heads: the blocks of the first ones start first
                 const float* __restrict__ chunks_m, const float* __restrict__ chunks_j,
                 const float* __restrict__ d_last_m, const float* __restrict__ d_last_j,
                 float* __restrict__ dq, float* __restrict__ dk,  // of bf16 if one block takes all values
                 u16* __restrict__ dw, u16* __restrict__ dbeta, float* __restrict__ dg, float* __restrict__ dprior,
                 float* __restrict__ d_first_m, float* __restrict__ d_first_j,
-                float4* scratch,  // [block][warp][entry][key block][4][lane]
+                float4* scratch,  // [block][warp][entry, then dM and -dJ if STREAM][key block][4][lane]
                 int tokens, int heads, double query_scale) {  // the others as in backward.cu
     SHARED;
     float* const floats = (float*)shared;
     const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5, row = lane >> 2, column = lane & 3;
     const int group = warp / KEY_PARTS, part = warp % KEY_PARTS, block = blockIdx.x % VALUE_BLOCKS;
-    const i64 item = blockIdx.x / VALUE_BLOCKS, head = item % heads;
-    const Span span = read_span(spans, item / heads);
+    const int count = gridDim.x / (VALUE_BLOCKS * heads), number = blockIdx.x / VALUE_BLOCKS % count;  // of spans
+    const Span span = read_span(spans, number);
+    if (thread == 0) shared[HEAD] = (u32)order[blockIdx.x / VALUE_BLOCKS / count];
+    __syncthreads();
+    auto head = [&]() -> i64 { return *(volatile int*)(shared + HEAD); };  // read anew, as thread_index
     const int length = (int)span.length;
-    const float p = prior[head], scale = (float)query_scale;
+    const float p = prior[head()], scale = (float)query_scale;
     const u32 identity = (2 * column == row ? 0x3f80u : 0u) | (2 * column + 1 == row ? 0x3f800000u : 0u);
-    const u32 minus = identity | (identity << 2 & 0x80008000u);
 
-    // This lane's part of key block b of a state [V, K], as [value 8 v + ..][key + 2 value], and of its own scratch.
+    // This lane's part of key block b of a state [V, K], and of its own scratch.
     const int own_element = (block * ROWS + group * 16 + 2 * column) * KEYS + part * KEY_BLOCKS * 16 + 2 * row;
-    float4* const gradient = (float4*)(floats + GRADIENT) + warp * KEY_BLOCKS * 128 + lane;
-    float4* const entries = scratch + ((i64)blockIdx.x * WARPS + warp) * KEY_BLOCKS * ENTRIES * 128 + lane;
-    auto load_state = [&](float (&x)[2][4], const float* from, i64 state, int b) {
-#pragma unroll
-        for (int e = 0; e < 4; e++) {
-            float2 keys = {0.f, 0.f};
-            const i64 at = state * KEYS * VALUES + own_element + (e / 2 * 8 + e % 2) * KEYS + b * 16;
-            if (from) keys = __ldcg((const float2*)(from + at));
-            x[e / 2][e % 2] = keys.x, x[e / 2][2 + e % 2] = keys.y;
-        }
-    };
-    // The state before the chunk's token 16 e, for block b: on its way to shared memory.
+    auto place = [&](i64 state, int b) { return state * KEYS * VALUES + own_element + b * 16; };
+    float4* const entries = scratch + ((i64)blockIdx.x * WARPS + warp) * KEY_BLOCKS * (ENTRIES + STREAM) * 128 + lane;
+    float4* const gradient = STREAM ? entries + ENTRIES * KEY_BLOCKS * 128
+                                    : (float4*)(floats + GRADIENT) + warp * KEY_BLOCKS * 128 + lane;
+    // What a block of keys starts from, on its way to shared memory: the state before the chunk's token ENTRY e; dM and
+    // -dJ too, if they are in the scratch, to where this and the next block will leave their sums.
     float4* const next_entry = (float4*)(floats + NEXT_ENTRY) + warp * 128 + lane;
-    auto fetch_entry = [&](int b, int e) {
+    float4* const own_sums = (float4*)(floats + KEY_SUMS) + warp * SUM_BLOCKS * 64 + lane;
+    auto fetch_block = [&](int b, int e) {
         const float4* const from = entries + (e * KEY_BLOCKS + b) * 128;
 #pragma unroll
-        for (int i = 0; i < 4; i++) copy_16((u32*)(next_entry + i * 32), from + i * 32, true);
+        for (int i = 0; i < 4; i++) {
+            copy_16((u32*)(next_entry + i * 32), from + i * 32, true);
+            if (STREAM && b) copy_16((u32*)(own_sums + b * 64 + i * 32), gradient + b * 128 + i * 32, true);
+        }
         copies_issued();
     };
     // Of the tile; where a token is meant that depends on the lane, its number is the lane's row.
@@ -81,28 +84,34 @@ backward_tensor(const u16* __restrict__ q, const u16* __restrict__ k, const u16*
     float alpha = 1.f, carry;                  // decay of the token after it, which `gradient` waits for; c to there
     bool direct;                               // whether dg of that token is taken directly
     u32 w_factor[2] = {}, b_factor[2] = {}, d_factor[2] = {};  // the token's w, beta, dy, of the group's values
-    float of_dw[4], of_dbeta[4], of_z[TILE], sum_z = 0.f;  // of_z: the lane's part of c_s z_s of every token
-    float tail, rounded_tail, correction;      // what dg gets from the end of the tile, and carefully from the token
+    float of_dw[4], of_dbeta[4], of_k[2], sum_z = 0.f;  // of_k: dk . k of tokens 2 column and the next
+    float of_z[TILE];                          // the lane's part of every token's c_s z_s, carefully of its bracket
+    float tail;                                // what dg gets from the end of the tile
     int start = 0;                             // the chunk's first token within the span
     // All tokens of the tile, for one block of keys.
     auto sweep = [&](const bool careful, int b) {  // called with both constants, each compiled for itself
         const int key_block = part * KEY_BLOCKS + b, base = tile.first / ENTRY * ENTRY;
-        float M[2][4], I[2][4], dM[2][4], dJ[2][4], of_dq[4] = {}, of_n[4] = {}, of_x[4] = {};
-        read_block(dM, dJ, gradient + b * 128, carry);
+        float M[2][4], I[2][4], dM[2][4], X[2][4], of_dq[4] = {}, of_n[4] = {}, of_x[4] = {};  // X = -dJ
+        copies_arrived();
+        read_block(dM, X, STREAM ? own_sums + b * 64 : gradient + b * 128, carry);
+        read_block(M, I, next_entry, entry_decay, p);
+        if (b == 0) fetch_tile(shared, q, d_output, span.first, start + tile.first, heads, head(), block);
+        if (b + 1 < KEY_BLOCKS) fetch_block(b + 1, base / ENTRY);
+        if (tile.first > base) add_tokens(shared, 0, M, I, key_block, group, base);
         const uint2 raw = *(const uint2*)(shared + KEY + tile.token(row) * KEY_ROW + key_block * 8 + 2 * column);
         const u32 k_factor[2] = {__byte_perm(raw.x, raw.y, 0x5410), __byte_perm(raw.x, raw.y, 0x7632)};
-        u32 square[2], square_low[2], n[2][4], x[2][4], turned[4];
+        u32 square[2], n[2][4], x[2][4], turned[4], end_m[4] = {}, end_j[4] = {};
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            const float k0 = low_bf16(k_factor[h]), k1 = high_bf16(k_factor[h]), s0 = k0 * k0, s1 = k1 * k1;
-            square[h] = pack_bf16(s0, s1);
-            square_low[h] = pack_bf16(s0 - low_bf16(square[h]), s1 - high_bf16(square[h]));
+            const float k0 = low_bf16(k_factor[h]), k1 = high_bf16(k_factor[h]);
+            square[h] = pack_bf16(k0 * k0, k1 * k1);
         }
         if (!PULL) {  // what comes after the tile acts like a token after its last
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 n[0][i] = pack_bf16(dM[i / 2][i % 2 * 2], dM[i / 2][i % 2 * 2 + 1]);
-                x[0][i] = pack_bf16(-dJ[i / 2][i % 2 * 2], -dJ[i / 2][i % 2 * 2 + 1]);
+                x[0][i] = pack_bf16(X[i / 2][i % 2 * 2], X[i / 2][i % 2 * 2 + 1]);
+                end_m[i] = n[0][i], end_j[i] = x[0][i];
             }
             multiply(of_n, n[0], w_factor[0], w_factor[1]), multiply(of_x, x[0], b_factor[0], b_factor[1]);
             turned[0] = transpose(n[0][0]), turned[1] = transpose(n[0][2]);
@@ -111,13 +120,7 @@ backward_tensor(const u16* __restrict__ q, const u16* __restrict__ k, const u16*
             turned[0] = transpose(x[0][0]), turned[1] = transpose(x[0][2]);
             turned[2] = transpose(x[0][1]), turned[3] = transpose(x[0][3]);
             multiply(of_dbeta, turned, square[0], square[1]);
-            if (careful) multiply(of_dbeta, turned, square_low[0], square_low[1]);
         }
-        copies_arrived();
-        read_block(M, I, next_entry, entry_decay, p);
-        if (b == 0) fetch_tile(shared, q, d_output, span.first, start + tile.first, heads, head, block);
-        if (b + 1 < KEY_BLOCKS) fetch_entry(b + 1, base / ENTRY);
-        if (tile.first > base) add_tokens(shared, 0, M, I, key_block, group, base);
         // The products that update M and I and those that make dy q^T share their other factors: a lane whose inner
         // indices a product does not use reads zeros.
         const u32* const record = shared + UPDATE + key_block * RECORD;
@@ -140,8 +143,8 @@ backward_tensor(const u16* __restrict__ q, const u16* __restrict__ k, const u16*
                 multiply_8(M[0], a.x, a.y, o.x), multiply_8(M[1], a.x, a.y, o.y);
                 multiply_8(I[0], c.x, c.y, o.x), multiply_8(I[1], c.x, c.y, o.y);
                 multiply_8(dy_q[0], y.x, y.y, o.x), multiply_8(dy_q[1], y.x, y.y, o.y);
-                const float scaled_prior = careful ? p * tile.inverse(shared, s) : 0.f;
-                float error = 0.f;
+                const float by = careful ? tile.inverse(shared, s) : 0.f, scaled_prior = p * by;
+                float z = 0.f;
 #pragma unroll
                 for (int i = 0; i < 4; i++) {  // two values of one key
                     const int v = i / 2, at = 2 * h + i % 2, e = i % 2 * 2;
@@ -151,20 +154,21 @@ backward_tensor(const u16* __restrict__ q, const u16* __restrict__ k, const u16*
                     mu[v][at] = pack_bf16(mu0, mu1);
                     const float x0 = n0 * mu0, x1 = n1 * mu1;
                     n[v][at] = pack_bf16(n0, n1), x[v][at] = pack_bf16(x0, x1);
-                    of_z[s] += x0 + x1;
                     if (careful) {
-                        error = fmaf(low_bf16(n[v][at]), M[v][e], fmaf(high_bf16(n[v][at]), M[v][e + 1], error));
-                        error = fmaf(-low_bf16(x[v][at]), I[v][e] - scaled_prior, error);
-                        error = fmaf(-high_bf16(x[v][at]), I[v][e + 1] - scaled_prior, error);
+                        z += x0 + x1;
+                        of_z[s] = fmaf(low_bf16(n[v][at]), M[v][e], of_z[s]);
+                        of_z[s] = fmaf(high_bf16(n[v][at]), M[v][e + 1], of_z[s]);
+                        of_z[s] = fmaf(-low_bf16(x[v][at]), I[v][e] - scaled_prior, of_z[s]);
+                        of_z[s] = fmaf(-high_bf16(x[v][at]), I[v][e + 1] - scaled_prior, of_z[s]);
+                    } else {
+                        of_z[s] += x0 + x1;
                     }
                 }
-                if (careful) {
-                    error = warp_sum(error);
-                    if (row == s) correction += error;
-                }
+                if (careful) sum_z = fmaf(by, z, sum_z);
             }
 #pragma unroll
-            for (int v = 0; v < 2; v++) multiply(dM[v], n[v], identity, identity), multiply(dJ[v], x[v], minus, minus);
+            for (int v = 0; v < 2; v++)
+                multiply(dM[v], n[v], identity, identity), multiply(X[v], x[v], identity, identity);
             if (PULL) continue;
             const bool own[2] = {row == s0, row == s0 + 1}, past[2] = {row <= s0, row <= s0 + 1};
 #pragma unroll
@@ -181,23 +185,19 @@ backward_tensor(const u16* __restrict__ q, const u16* __restrict__ k, const u16*
                 turned[0] = transpose(x[0][2 * h]), turned[1] = transpose(x[1][2 * h]);
                 turned[2] = transpose(x[0][2 * h + 1]), turned[3] = transpose(x[1][2 * h + 1]);
                 multiply(of_dbeta, turned, past[h] ? square[0] : 0u, past[h] ? square[1] : 0u);
-                if (careful) multiply(of_dbeta, turned, past[h] ? square_low[0] : 0u, past[h] ? square_low[1] : 0u);
             }
         }
         if (!PULL && direct) {
             const float last_prior = p * tile.inverse(shared, TILE - 1);
-            float after_m[2][4], after_j[2][4];
-            read_block(after_m, after_j, gradient + b * 128, carry);
 #pragma unroll
-            for (int e = 0; e < 8; e++) {
-                const float m = after_m[e / 4][e % 4], j = after_j[e / 4][e % 4], J = I[e / 4][e % 4] - last_prior;
-                tail = fmaf(m, M[e / 4][e % 4], fmaf(j, J, tail));
-                // With the words that stood for dM and dJ in the products:
-                const float rounded_m = low_bf16(pack_bf16(m, 0.f)), rounded_j = low_bf16(pack_bf16(j, 0.f));
-                rounded_tail = fmaf(rounded_m, M[e / 4][e % 4], fmaf(rounded_j, J, rounded_tail));
+            for (int i = 0; i < 4; i++) {  // with the words that stood for dM and dJ in the products
+                const int v = i / 2, e = i % 2 * 2;
+                tail = fmaf(low_bf16(end_m[i]), M[v][e], fmaf(high_bf16(end_m[i]), M[v][e + 1], tail));
+                tail = fmaf(-low_bf16(end_j[i]), I[v][e] - last_prior, tail);
+                tail = fmaf(-high_bf16(end_j[i]), I[v][e + 1] - last_prior, tail);
             }
         }
-        write_block(dM, dJ, gradient + b * 128);
+        write_block(dM, X, gradient + b * 128);
         if (PULL) return;
         float to_dk[4];
 #pragma unroll
@@ -206,54 +206,35 @@ backward_tensor(const u16* __restrict__ q, const u16* __restrict__ k, const u16*
             const float by = tile.inverse(shared, 2 * column + c);
             to_dk[c] = by * fmaf(-2.f * low_bf16(key), of_x[c], of_n[c]);
             to_dk[2 + c] = by * fmaf(-2.f * high_bf16(key), of_x[2 + c], of_n[2 + c]);
+            of_k[c] = fmaf(to_dk[c], low_bf16(key), fmaf(to_dk[2 + c], high_bf16(key), of_k[c]));
         }
-        float4* const sums = (float4*)(floats + KEY_SUMS) + (warp * KEY_BLOCKS + b) * 64 + lane;
+        float4* const sums = own_sums + b * 64;
         sums[0] = {of_dq[0], of_dq[1], of_dq[2], of_dq[3]}, sums[32] = {to_dk[0], to_dk[1], to_dk[2], to_dk[3]};
-    };
-    // dq and dk of the tile's tokens, summed over the row groups; over several blocks the caller sums.
-    auto write_key_sums = [&](i64 first) {
-#pragma unroll 1
-        for (int x = thread_index(); x < ALL_BLOCKS * 64; x += THREADS) {
-            const float4* const from = (const float4*)(floats + KEY_SUMS) + x;  // [block][dq, dk][lane]
-            float4 sum = from[0];
-#pragma unroll
-            for (int other = 1; other < ROW_GROUPS; other++) {
-                const float4 more = from[other * ALL_BLOCKS * 64];
-                sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
-            }
-            const int s = 2 * (x % 4), key = x / 64 * 16 + x % 32 / 4 * 2;
-            const float factor = x / 32 % 2 ? 1.f : scale;
-            const i64 at = (((i64)block * tokens + first + s) * heads + head) * KEYS + key;
-            for (int next = 0; next < 2 && s + next < tile.tokens; next++) {
-                const float a = factor * (next ? sum.y : sum.x), c = factor * (next ? sum.w : sum.z);
-                float* const to = x / 32 % 2 ? dk : dq;
-                if (VALUE_BLOCKS == 1) *(u32*)((u16*)to + at + next * heads * KEYS) = pack_bf16(a, c);
-                else *(float2*)(to + at + next * heads * KEYS) = {a, c};
-            }
-        }
     };
     // Before the barrier: what other warps add to dw, dbeta and dg.
     auto share_row_sums = [&]() {
         const int lane = thread_index() & 31, row = lane >> 2, column = lane & 3;
-        const float z = sum_each(of_z) * tile.inverse(shared, row);  // of token = row
-        const float bracket = tile.careful ? correction : p * z;
-        if (column == 0) sum_z += z;
-        float sum[2] = {0.f, 0.f};
+        float bracket = sum_each(of_z);  // of token = row
+        if (!tile.careful) {
+            const float z = bracket * tile.inverse(shared, row);
+            if (column == 0) sum_z += z;
+            bracket = p * z;
+        }
+        float sum[2] = {-of_k[0], -of_k[1]};
 #pragma unroll
         for (int c = 0; c < 4; c++) {
             const int at = tile.token(2 * column + c % 2) * 2 * VALUE_ROW + group * 16 + row + c / 2 * 8;
             const float by = tile.inverse(shared, 2 * column + c % 2);
             of_dw[c] *= by, of_dbeta[c] *= -by;
             sum[c % 2] -= of_dw[c] * low_bf16(((const u16*)(shared + WRITE))[at]);
-            sum[c % 2] -= of_dbeta[c] * low_bf16(((const u16*)(shared + EVIDENCE))[at]);
         }
         for (int h = 0; h < 2; h++) {
             for (int offset = 4; offset < 32; offset *= 2) sum[h] += __shfl_xor_sync(~0u, sum[h], offset);
-            sum[h] += __shfl_sync(~0u, bracket, (2 * column + h) * 4);
-            if (row == 0) floats[TOKEN_SUMS + warp * 12 + 2 * column + h] = sum[h];
+            const float bracket_here = __shfl_sync(~0u, bracket, (2 * column + h) * 4);
+            if (row == 0) floats[TOKEN_SUMS + warp * 12 + 2 * column + h] = fmaf(0.5f, sum[h], bracket_here);
         }
-        if (direct) tail = warp_sum(tail), rounded_tail = warp_sum(rounded_tail);
-        if (lane < 2) floats[TOKEN_SUMS + warp * 12 + TILE + lane] = lane ? rounded_tail : tail;
+        if (direct) tail = warp_sum(tail);
+        if (lane == 0) floats[TOKEN_SUMS + warp * 12 + TILE] = tail;
         if (part == 0) return;
         float4* const own = (float4*)(floats + ROW_SUMS) + ((part - 1) * ROW_GROUPS + group) * 64 + lane;
         own[0] = {of_dw[0], of_dw[1], of_dw[2], of_dw[3]};
@@ -274,7 +255,8 @@ backward_tensor(const u16* __restrict__ q, const u16* __restrict__ k, const u16*
             for (int h = 0; h < 2; h++) {
                 const u32 a = transpose(pack_bf16(of_dw[2 * h], of_dw[2 * h + 1]));  // to [token = row][two values]
                 const u32 c = transpose(pack_bf16(of_dbeta[2 * h], of_dbeta[2 * h + 1]));
-                const i64 at = ((first + row) * heads + head) * VALUES + block * ROWS + group * 16 + 8 * h + 2 * column;
+                const i64 at = ((first + row) * heads + head()) * VALUES + block * ROWS + group * 16 + 8 * h +
+                               2 * column;
                 if (row < tile.tokens) *(u32*)(dw + at) = a, *(u32*)(dbeta + at) = c;
             }
         }
@@ -282,48 +264,51 @@ backward_tensor(const u16* __restrict__ q, const u16* __restrict__ k, const u16*
             float sum = 0.f;
 #pragma unroll
             for (int other = 0; other < WARPS; other++)
-                sum += lane < TILE + 2 ? floats[TOKEN_SUMS + other * 12 + lane] : 0.f;
+                sum += lane <= TILE ? floats[TOKEN_SUMS + other * 12 + lane] : 0.f;
             const float running = __shfl_sync(~0u, lane ? 0.f : floats[RUNNING], 0);
-            const float direct_sum = __shfl_sync(~0u, sum, TILE);
-            const float rounded_sum = __shfl_sync(~0u, sum, TILE + 1);
-            const float after = direct ? direct_sum : running, rounded_after = direct ? rounded_sum : running;
+            const float at_end = __shfl_sync(~0u, sum, TILE), after = direct ? at_end : running;
             if (lane >= tile.tokens) sum = 0.f;
 #pragma unroll
             for (int offset = 1; offset < TILE; offset *= 2) sum += __shfl_down_sync(~0u, sum, offset);
-            if (lane == 0) floats[RUNNING] = rounded_after + sum;
-            float* const to = dg + ((i64)block * tokens + first) * heads + head;
-            if (lane >= 1 && lane < tile.tokens) to[lane * heads] = rounded_after + sum;
+            if (lane == 0) floats[RUNNING] = after + sum;
+            float* const to = dg + ((i64)block * tokens + first) * heads + head();
+            if (lane >= 1 && lane < tile.tokens) to[lane * heads] = after + sum;
             if (lane == 0 && first + tile.tokens < span.first + length) to[tile.tokens * heads] = after;
         }
     };
 
+    const i64 item = (i64)number * heads + head();
     for (int b = 0; b < KEY_BLOCKS; b++) {
         float m[2][4], j[2][4];
-        load_state(m, d_last_m, item, b), load_state(j, d_last_j, item, b);
+        load_block(m, d_last_m, place(item, b)), load_block(j, d_last_j, place(item, b));
+#pragma unroll
+        for (int e = 0; e < 8; e++) j[e / 4][e % 4] = -j[e / 4][e % 4];
         write_block(m, j, gradient + b * 128);
     }
     for (int x = thread; x < TILE * ALL_BLOCKS * 4; x += THREADS) shared[UPDATE + x / 4 * RECORD + 64 + x % 4] = 0u;
-    if (length) fetch_tile(shared, q, d_output, span.first, length, heads, head, block);
+    if (length) fetch_tile(shared, q, d_output, span.first, length, heads, head(), block);
     for (start = length ? (length - 1) / CHUNK * CHUNK : -1; start >= 0; start -= CHUNK) {
         const int chunk_tokens = min(CHUNK, length - start);
-        const i64 state = span.chunk_base * heads + head * span.chunks + span.chunk + start / CHUNK;
-        const i64 row0 = (span.first + start) * heads + head;
+        const i64 state = span.chunk_base * heads + head() * span.chunks + span.chunk + start / CHUNK;
+        const i64 row0 = (span.first + start) * heads + head();
         __syncthreads();
         fetch_chunk(shared, k, w, beta, row0, heads, block, chunk_tokens);
         for (int t = thread; t < CHUNK; t += THREADS)
             floats[DECAY + t] = t < chunk_tokens ? g[row0 + t * heads] : 0.f;
         float m[KEY_BLOCKS][2][4], j[KEY_BLOCKS][2][4];
 #pragma unroll
-        for (int b = 0; b < KEY_BLOCKS; b++) load_state(m[b], chunks_m, state, b), load_state(j[b], chunks_j, state, b);
+        for (int b = 0; b < KEY_BLOCKS; b++)
+            load_block(m[b], chunks_m, place(state, b)), load_block(j[b], chunks_j, place(state, b));
         copies_arrived();
         __syncthreads();
         write_tiles(shared, chunk_tokens);
-        // The states before the chunk's tokens 0, 16, 32, 48, from which every tile's is made.
+        // The states before every ENTRY tokens, from which every tile's is made.
         const float2 wholes = prepare_entries(shared);
         __syncthreads();
 #pragma unroll 1
         for (int e = 0; e < ENTRIES && e * ENTRY < chunk_tokens; e++) {
-            const float whole = __shfl_sync(~0u, e == 3 ? wholes.y : wholes.x, e == 2 ? ENTRY : 0);
+            const int before = (e - 1) * ENTRY;
+            const float whole = __shfl_sync(~0u, before < 32 ? wholes.x : wholes.y, before & 31);
 #pragma unroll
             for (int b = 0; b < KEY_BLOCKS; b++) {
                 if (e) {
@@ -340,16 +325,21 @@ backward_tensor(const u16* __restrict__ q, const u16* __restrict__ k, const u16*
             tile = read_tile(shared, end);
             direct = direct || tile.careful;
             const int base = tile.first / ENTRY * ENTRY;
-            fetch_entry(0, base / ENTRY);
+            fetch_block(0, base / ENTRY);
+            float4 after[4];  // the first block's dM and -dJ: where they go, sums may still be read
+            for (int i = 0; i < 4 * STREAM; i++) after[i] = __ldcg(gradient + i * 32);
             entry_decay = prepare_start(shared, base, tile.first);
             prepare_tile(shared, tile, p, scale);
             const int d_at = NEXT_D_OUTPUT + min(TILE - tile.tokens + row, TILE - 1) * ROWS / 2 + group * 8 + column;
             for (int v = 0; v < 2; v++) d_factor[v] = row < tile.tokens ? shared[d_at + 4 * v] : 0u;
             __syncthreads();
+            for (int i = 0; i < 4 * STREAM; i++) own_sums[i * 32] = after[i];
             // Once a chunk: the one to come, on its way to the cache, late enough to be there still when it is wanted.
-            if (start && base == 0 && (end >= ENTRY || end == chunk_tokens)) {
-                const i64 before = ((state - 1) * VALUES + block * ROWS) * KEYS;
-                prefetch_chunk(k, w, beta, chunks_m + before, chunks_j + before, row0 - CHUNK * heads, heads, block);
+            if (start && tile.first == 0) {
+                const i64 state = span.chunk_base * heads + head() * span.chunks + span.chunk + start / CHUNK - 1;
+                const i64 before = (state * VALUES + block * ROWS) * KEYS;
+                const i64 row0 = (span.first + start - CHUNK) * heads + head();
+                prefetch_chunk(k, w, beta, chunks_m + before, chunks_j + before, row0, heads, block);
             }
             const i64 first = span.first + start + tile.first;
             const int at = tile.token(row) * VALUE_ROW + group * 8 + column;
@@ -358,7 +348,7 @@ backward_tensor(const u16* __restrict__ q, const u16* __restrict__ k, const u16*
             carry = floats[GAUGE + end - 1] * alpha;
 #pragma unroll
             for (int c = 0; c < 4; c++) of_dw[c] = of_dbeta[c] = of_z[c] = of_z[4 + c] = 0.f;
-            tail = rounded_tail = correction = 0.f;
+            tail = of_k[0] = of_k[1] = 0.f;
 #pragma unroll 1
             for (int b = 0; b < KEY_BLOCKS; b++)
                 if (!PULL && tile.careful) sweep(true, b);
@@ -367,23 +357,28 @@ backward_tensor(const u16* __restrict__ q, const u16* __restrict__ k, const u16*
             alpha = expf(floats[DECAY + tile.first]);
             copies_arrived();
             __syncthreads();
-            if (!PULL) write_key_sums(first), write_row_sums(first);
-            direct = tile.first % ENTRY == 0 || floats[DECAY + tile.first] < STEEP_BELOW;
+            if (PULL) continue;
+            const i64 own_row = ((i64)block * tokens + first) * heads + head();
+            write_key_sums(shared, dq, dk, own_row, heads, tile.tokens, scale);
+            write_row_sums(first);
+            direct = tile.first % 16 == 0 || floats[DECAY + tile.first] < STEEP_BELOW;
         }
     }
 
     // What remains: the gradient of the span's first state, dg of its first token, dprior.
     tail = 0.f;
-    const i64 state = span.chunk_base * heads + head * span.chunks + span.chunk;
+    const i64 state = span.chunk_base * heads + head() * span.chunks + span.chunk;
+    const i64 last = (i64)number * heads + head();
     for (int b = 0; b < KEY_BLOCKS; b++) {
-        float dM[2][4], dJ[2][4], M[2][4], J[2][4];
-        read_block(dM, dJ, gradient + b * 128, alpha);
-        load_state(M, length ? chunks_m : nullptr, state, b), load_state(J, length ? chunks_j : nullptr, state, b);
+        float dM[2][4], X[2][4], M[2][4], J[2][4];
+        read_block(dM, X, gradient + b * 128, alpha);
+        load_block(M, length ? chunks_m : nullptr, place(state, b));
+        load_block(J, length ? chunks_j : nullptr, place(state, b));
 #pragma unroll
         for (int e = 0; e < 8; e++) {
-            const i64 at = item * KEYS * VALUES + own_element + (e / 4 * 8 + e % 2) * KEYS + b * 16 + e % 4 / 2;
-            tail += dM[e / 4][e % 4] * M[e / 4][e % 4] + dJ[e / 4][e % 4] * J[e / 4][e % 4];
-            d_first_m[at] = dM[e / 4][e % 4], d_first_j[at] = dJ[e / 4][e % 4];
+            const i64 at = place(last, b) + (e / 4 * 8 + e % 2) * KEYS + e % 4 / 2;
+            tail += dM[e / 4][e % 4] * M[e / 4][e % 4] - X[e / 4][e % 4] * J[e / 4][e % 4];
+            d_first_m[at] = dM[e / 4][e % 4], d_first_j[at] = -X[e / 4][e % 4];
         }
     }
     if (PULL) return;
@@ -394,7 +389,7 @@ backward_tensor(const u16* __restrict__ q, const u16* __restrict__ k, const u16*
     if (thread < 2) {
         float sum = 0.f;
         for (int other = 0; other < WARPS; other++) sum += floats[TOKEN_SUMS + other * 12 + thread];
-        if (thread) dprior[blockIdx.x] = -sum;
-        else if (length) dg[((i64)block * tokens + span.first) * heads + head] = sum;
+        if (thread) dprior[last * VALUE_BLOCKS + block] = -sum;
+        else if (length) dg[((i64)block * tokens + span.first) * heads + head()] = sum;
     }
 }

@@ -1,127 +1,35 @@
-// The parts of backward_tensor.cu: its shared memory, what is prepared for a tile of tokens, matrix helpers.
+// The parts of backward_tensor.cu: what is fetched and prepared for tiles of tokens, how their sums are written.
 #pragma once
-#include "sums.cuh"
-
-#ifdef EMULATED
-static inline int min(int a, int b) { return a < b ? a : b; }
-static inline int max(int a, int b) { return a < b ? b : a; }
-static inline int __clzll(u64 x) { return x ? __builtin_clzll(x) : 64; }
-static inline u32 transpose(u32 x) {
-    auto all = emulation::exchange({x});
-    int row = emulation::current->lane >> 2, column = emulation::current->lane & 3;
-    auto at = [&](int r) { return all[r * 4 + row / 2][0] >> 16 * (row & 1) & 0xffffu; };
-    return at(2 * column) | at(2 * column + 1) << 16;
-}
-static inline void load_transposed(u32 (&to)[4], const u32* row) {
-    auto all = emulation::exchange({(u32)((u64)row), (u32)((u64)row >> 32)});
-    int own = emulation::current->lane >> 2, column = emulation::current->lane & 3;
-    for (int m = 0; m < 4; m++) {
-        auto at = [&](int r) {
-            return (u32)((const u16*)((u64)all[8 * m + r][0] | (u64)all[8 * m + r][1] << 32))[own];
-        };
-        to[m] = at(2 * column) | at(2 * column + 1) << 16;
-    }
-}
-static inline void prefetch(const void*) {}
-static inline int thread_index() { return threadIdx.x; }
-template <class T> T __ldcg(const T* from) { return *from; }
-#else
-// Read anew where it is needed: what follows from it need not be kept, or spilled, from tile to tile.
-__device__ __forceinline__ int thread_index() {
-    int x;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
-    return x;
-}
-__device__ __forceinline__ void prefetch(const void* from) { asm volatile("prefetch.global.L2 [%0];" :: "l"(from)); }
-// Transposes an 8 x 8 matrix: lane (row, column) holds its elements [row][2 column] and [row][2 column + 1].
-__device__ __forceinline__ u32 transpose(u32 x) {
-    u32 r;
-    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(x));
-    return r;
-}
-// Four 8 x 8 matrices from shared memory, transposed; lane l gives the address of row l % 8 of matrix l / 8.
-__device__ __forceinline__ void load_transposed(u32 (&to)[4], const u32* row) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-        : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"((u32)__cvta_generic_to_shared(row)));
-}
-#endif
-
-constexpr int WARPS = ROW_GROUPS * KEY_PARTS, THREADS = 32 * WARPS;
-constexpr int ROWS = 16 * ROW_GROUPS, VALUES = ROWS * VALUE_BLOCKS;
-constexpr int ALL_BLOCKS = KEY_BLOCKS * KEY_PARTS, KEYS = 16 * ALL_BLOCKS;
-constexpr int CHUNK = 64, ENTRY = 16, ENTRIES = CHUNK / ENTRY, TILE = 8;  // tokens
-constexpr float STRONG = 4.f, STEEP_BELOW = -0.7f;  // of g
-constexpr float CAREFUL_BELOW = 0.135f;             // of c of a tile's last token: exp(-2)
-
-// Shared memory, in words. Rows of bf16 are padded so that 8 of them, 16 bytes each, fall into different banks. The 16
-// keys of a block stand in the order 0, 2, .., 14, 1, 3, .., 15, so that a lane's two keys are neighbours in memory.
-constexpr int KEY_ROW = KEYS / 2 + 4, VALUE_ROW = ROWS / 2 + 4, FACTOR = ENTRY * KEY_ROW;
-constexpr int GRADIENT = 0;                                    // dM, dJ: [warp][block][4][lane] float4
-constexpr int NEXT_ENTRY = GRADIENT + WARPS * KEY_BLOCKS * 512;  // the state that the next block starts from
-constexpr int KEY = NEXT_ENTRY + WARPS * 512;                  // the chunk's k, w, beta as they came
-constexpr int WRITE = KEY + CHUNK * KEY_ROW, EVIDENCE = WRITE + CHUNK * VALUE_ROW;
-// [token][block] factors of the updates: [row] k, k^2, the prior's and q, of two keys each; then zeros, twice: lanes
-// that read zeros find them in other banks than those that do not.
-constexpr int RECORD = 8 * 8 + 4, UPDATE = EVIDENCE + CHUNK * VALUE_ROW;
-constexpr int OTHER = UPDATE + TILE * ALL_BLOCKS * RECORD;     // [token][row group][lane] uint2: w, beta, 1, dy
-constexpr int NEXT_QUERY = OTHER + TILE * ROW_GROUPS * 64;     // q and dy of the next tile as they came
-constexpr int NEXT_D_OUTPUT = NEXT_QUERY + TILE * KEYS / 2;
-// Decayed k and k^2, each as the sum of two bf16: of up to 16 tokens, but where a chunk begins, before there are sums,
-// of 48.
-constexpr int DECAYED = NEXT_D_OUTPUT + TILE * ROWS / 2, AFTER_DECAYED = DECAYED + (ENTRIES - 1) * 4 * FACTOR;
-constexpr int KEY_SUMS = DECAYED + 4 * FACTOR;                 // [warp][block][dq, dk][lane] float4
-// [part of the keys, but for the first][group][dw, dbeta][lane] float4
-constexpr int ROW_SUMS = KEY_SUMS + WARPS * KEY_BLOCKS * 256;
-constexpr int TOKEN_SUMS = ROW_SUMS + (KEY_PARTS - 1) * ROW_GROUPS * 256;  // [warp][12]
-constexpr int AFTER_SUMS = TOKEN_SUMS + WARPS * 12;
-constexpr int DECAY = AFTER_SUMS < AFTER_DECAYED ? AFTER_DECAYED : AFTER_SUMS;  // g of the chunk's tokens
-constexpr int GAUGE = DECAY + CHUNK, INVERSE = GAUGE + CHUNK;  // their c and 1 / c
-constexpr int BEGINS = INVERSE + CHUNK;                        // which begin a tile
-constexpr int RUNNING = BEGINS + 4, WORDS = RUNNING + 4;       // dg of the first token of the tile done last
-extern "C" __device__ const int launch_shape[2] = {THREADS, 4 * WORDS};
-
-__device__ __forceinline__ float warp_sum(float x) {
-#pragma unroll
-    for (int offset = 16; offset; offset /= 2) x += __shfl_xor_sync(~0u, x, offset);
-    return x;
-}
-__device__ __forceinline__ void multiply(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    multiply_16(d, a[0], a[1], a[2], a[3], b0, b1);
-}
-
-// A lane's part of a key block of two states, 4 pieces a warp apart: [value tile][key, value] as in a product's result.
-__device__ __forceinline__ void read_block(float (&x)[2][4], float (&y)[2][4], const float4* from, float factor,
-                                           float plus_y = 0.f) {
-#pragma unroll
-    for (int v = 0; v < 2; v++) {
-        const float4 a = from[v * 32], c = from[(2 + v) * 32];
-        x[v][0] = factor * a.x, x[v][1] = factor * a.y, x[v][2] = factor * a.z, x[v][3] = factor * a.w;
-        y[v][0] = fmaf(factor, c.x, plus_y), y[v][1] = fmaf(factor, c.y, plus_y);
-        y[v][2] = fmaf(factor, c.z, plus_y), y[v][3] = fmaf(factor, c.w, plus_y);
-    }
-}
-__device__ __forceinline__ void write_block(const float (&x)[2][4], const float (&y)[2][4], float4* to) {
-#pragma unroll
-    for (int v = 0; v < 2; v++) {
-        to[v * 32] = {x[v][0], x[v][1], x[v][2], x[v][3]};
-        to[(2 + v) * 32] = {y[v][0], y[v][1], y[v][2], y[v][3]};
-    }
-}
+#include "backward_layout.cuh"
 
 // Adds to a block of M and J what the tokens base .. base + ENTRY - 1 write: run `run` of the decayed ones.
 __device__ __forceinline__ void add_tokens(const u32* shared, int run, float (&M)[2][4], float (&J)[2][4],
                                            int key_block, int group, int base) {
     const int lane = threadIdx.x & 31, matrix = lane / 8, in = lane % 8;
-    const u32* const factors = shared + DECAYED + run * 4 * FACTOR;
-    const u32* const keys = factors + (matrix / 2 * 8 + in) * KEY_ROW + key_block * 8 + matrix % 2 * 4;
-    const u32* const rows = shared + WRITE + (base + matrix % 2 * 8 + in) * VALUE_ROW + group * 8 + matrix / 2 * 4;
-    u32 writes[4], evidence[4], a[4];
-    load_transposed(writes, rows), load_transposed(evidence, rows + CHUNK * VALUE_ROW);
+    const u32* const factors = shared + DECAYED + run * 4 * FACTOR + key_block * 8 + matrix % 2 * 4;
+    const u32* const rows = shared + WRITE + (base + in) * VALUE_ROW + group * 8;
+    u32 a[4];
+    if (ENTRY == 8) {
+        u32 b[4];
+        load_transposed(b, rows + matrix % 2 * 4 + matrix / 2 * CHUNK * VALUE_ROW);
 #pragma unroll
-    for (int word = 0; word < 4; word++) {
-        load_transposed(a, keys + word * FACTOR);
-        if (word < 2) multiply(M[0], a, writes[0], writes[1]), multiply(M[1], a, writes[2], writes[3]);
-        else multiply(J[0], a, evidence[0], evidence[1]), multiply(J[1], a, evidence[2], evidence[3]);
+        for (int word = 0; word < 4; word += 2) {  // two at once
+            float(&sum)[2][4] = word ? J : M;
+            load_transposed(a, factors + in * KEY_ROW + (word + matrix / 2) * FACTOR);
+#pragma unroll
+            for (int v = 0; v < 2; v++)
+                multiply_8(sum[v], a[0], a[1], b[word + v]), multiply_8(sum[v], a[2], a[3], b[word + v]);
+        }
+    } else {
+        u32 writes[4], evidence[4];
+        const u32* const of_both = rows + matrix % 2 * 8 * VALUE_ROW + matrix / 2 * 4;
+        load_transposed(writes, of_both), load_transposed(evidence, of_both + CHUNK * VALUE_ROW);
+#pragma unroll
+        for (int word = 0; word < 4; word++) {
+            load_transposed(a, factors + (matrix / 2 * 8 + in) * KEY_ROW + word * FACTOR);
+            if (word < 2) multiply(M[0], a, writes[0], writes[1]), multiply(M[1], a, writes[2], writes[3]);
+            else multiply(J[0], a, evidence[0], evidence[1]), multiply(J[1], a, evidence[2], evidence[3]);
+        }
     }
 }
 
@@ -171,8 +79,8 @@ __device__ __forceinline__ Tile read_tile(const u32* shared, int end) {
     return {first, end - first, ((const float*)shared)[GAUGE + end - 1] < CAREFUL_BELOW};
 }
 
-// Decays over 16 tokens, lane = token - base, of which those after `last` do not count: from each to the end, and from
-// before the first. A warp does two such runs at once. Sums, never differences: exact beside any decay.
+// Decays over ENTRY tokens, lane = token - base, of which those after `last` do not count: from each to the end, and
+// from before the first. A warp does several such runs at once. Sums, never differences: exact beside any decay.
 struct Decays { float after, whole; };
 __device__ __forceinline__ Decays decays_to(const float* decays, int base, int last) {
     const int lane = threadIdx.x & 31;
@@ -183,10 +91,10 @@ __device__ __forceinline__ Decays decays_to(const float* decays, int base, int l
         if (lane % ENTRY + s < ENTRY) sum += later;
     }
     const float later = __shfl_down_sync(~0u, sum, 1);
-    return {expf(lane % ENTRY == ENTRY - 1 ? 0.f : later), expf(__shfl_sync(~0u, sum, lane & ENTRY))};
+    return {expf(lane % ENTRY == ENTRY - 1 ? 0.f : later), expf(__shfl_sync(~0u, sum, lane / ENTRY * ENTRY))};
 }
 
-// Decayed k and k^2 of tokens base .. base + count - 1, then zeros up to a multiple of 16, by all threads. `decay`: of
+// Decayed k and k^2 of tokens base .. base + count - 1, then zeros up to a whole run, by all threads. `decay`: of
 // 32 tokens, then of the others.
 template <int RUNS>
 __device__ __forceinline__ void prepare_decayed(u32* shared, int base, int count, const float (&decay)[RUNS]) {
@@ -224,13 +132,13 @@ __device__ __forceinline__ void prepare_decayed(u32* shared, int base, int count
     }
 }
 
-// What the states at a chunk's tokens 16, 32, 48 are made of; returns the decays over the 16 tokens before 16 (lane 0)
-// and 32 (lane 16), and before 48.
+// What the states before a chunk's tokens ENTRY, 2 ENTRY, .. are made of; returns the decays over ENTRY tokens each,
+// from the token that is the lane's number and from the one 32 later.
 __device__ __forceinline__ float2 prepare_entries(u32* shared) {
     const float* const decays = (const float*)shared + DECAY;
-    const Decays early = decays_to(decays, 0, 2 * ENTRY - 1), late = decays_to(decays, 2 * ENTRY, 3 * ENTRY - 1);
+    const Decays early = decays_to(decays, 0, 31), late = decays_to(decays, 32, CHUNK - ENTRY - 1);
     const float after[2] = {early.after, late.after};
-    prepare_decayed(shared, 0, 3 * ENTRY, after);
+    prepare_decayed(shared, 0, CHUNK - ENTRY, after);
     return {early.whole, late.whole};
 }
 // The same for a tile that begins at token `first`: from the state before token `base`, whose decay is returned.
@@ -316,6 +224,31 @@ __device__ __forceinline__ void prefetch_chunk(const u16* k, const u16* w, const
         for (int x = 0; x < ROWS; x += 64) {
             const i64 at = (row0 + t * heads) * VALUES + block * ROWS + x;
             prefetch(w + at), prefetch(beta + at);
+        }
+    }
+}
+
+// dq and dk of a tile of `count` tokens, summed over the row groups; over several blocks the caller sums. `own_row`: of
+// the first token, counted with the heads and the blocks.
+__device__ __forceinline__ void write_key_sums(const u32* shared, float* dq, float* dk, i64 own_row, int heads,
+                                               int count, float scale) {
+#pragma unroll 1
+    for (int x = thread_index(); x < ALL_BLOCKS * 64; x += THREADS) {
+        const float4* const from = (const float4*)(shared + KEY_SUMS) + x;  // [block][dq, dk][lane]
+        float4 sum = from[0];
+#pragma unroll
+        for (int other = 1; other < ROW_GROUPS; other++) {
+            const float4 more = from[other * KEY_PARTS * SUM_BLOCKS * 64];
+            sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
+        }
+        const int s = 2 * (x % 4), key = x / 64 * 16 + x % 32 / 4 * 2;
+        const float factor = x / 32 % 2 ? 1.f : scale;
+        const i64 at = (own_row + s * heads) * KEYS + key;
+        float* const to = x / 32 % 2 ? dk : dq;
+        for (int next = 0; next < 2 && s + next < count; next++) {
+            const float a = factor * (next ? sum.y : sum.x), c = factor * (next ? sum.w : sum.z);
+            if (VALUE_BLOCKS == 1) *(u32*)((u16*)to + at + next * heads * KEYS) = pack_bf16(a, c);
+            else *(float2*)(to + at + next * heads * KEYS) = {a, c};
         }
     }
 }

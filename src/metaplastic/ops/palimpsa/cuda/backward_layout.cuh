@@ -1,0 +1,119 @@
+// The parts of backward_tensor.cu: its shared memory, matrix helpers.
+#pragma once
+#include "sums.cuh"
+
+#ifdef EMULATED
+static inline int min(int a, int b) { return a < b ? a : b; }
+static inline int max(int a, int b) { return a < b ? b : a; }
+static inline int __clzll(u64 x) { return x ? __builtin_clzll(x) : 64; }
+static inline u32 transpose(u32 x) {
+    auto all = emulation::exchange({x});
+    int row = emulation::current->lane >> 2, column = emulation::current->lane & 3;
+    auto at = [&](int r) { return all[r * 4 + row / 2][0] >> 16 * (row & 1) & 0xffffu; };
+    return at(2 * column) | at(2 * column + 1) << 16;
+}
+static inline void load_transposed(u32 (&to)[4], const u32* row) {
+    auto all = emulation::exchange({(u32)((u64)row), (u32)((u64)row >> 32)});
+    int own = emulation::current->lane >> 2, column = emulation::current->lane & 3;
+    for (int m = 0; m < 4; m++) {
+        auto at = [&](int r) {
+            return (u32)((const u16*)((u64)all[8 * m + r][0] | (u64)all[8 * m + r][1] << 32))[own];
+        };
+        to[m] = at(2 * column) | at(2 * column + 1) << 16;
+    }
+}
+static inline void prefetch(const void*) {}
+static inline int thread_index() { return threadIdx.x; }
+template <class T> T __ldcg(const T* from) { return *from; }
+#else
+// Read anew where it is needed: what follows from it need not be kept, or spilled, from tile to tile.
+__device__ __forceinline__ int thread_index() {
+    int x;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+    return x;
+}
+__device__ __forceinline__ void prefetch(const void* from) { asm volatile("prefetch.global.L2 [%0];" :: "l"(from)); }
+// Transposes an 8 x 8 matrix: lane (row, column) holds its elements [row][2 column] and [row][2 column + 1].
+__device__ __forceinline__ u32 transpose(u32 x) {
+    u32 r;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(x));
+    return r;
+}
+// Four 8 x 8 matrices from shared memory, transposed; lane l gives the address of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void load_transposed(u32 (&to)[4], const u32* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+        : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"((u32)__cvta_generic_to_shared(row)));
+}
+#endif
+
+constexpr int WARPS = ROW_GROUPS * KEY_PARTS, THREADS = 32 * WARPS;
+constexpr int ROWS = 16 * ROW_GROUPS, VALUES = ROWS * VALUE_BLOCKS;
+constexpr int ALL_BLOCKS = KEY_BLOCKS * KEY_PARTS, KEYS = 16 * ALL_BLOCKS;
+constexpr int CHUNK = 64, ENTRIES = CHUNK / ENTRY, TILE = 8;  // tokens
+constexpr float STRONG = 4.f, STEEP_BELOW = -0.7f;  // of g
+constexpr float CAREFUL_BELOW = 0.135f;             // of c of a tile's last token: exp(-2)
+
+// Shared memory, in words. Rows of bf16 are padded so that 8 of them, 16 bytes each, fall into different banks. The 16
+// keys of a block stand in the order 0, 2, .., 14, 1, 3, .., 15, so that a lane's two keys are neighbours in memory.
+constexpr int KEY_ROW = KEYS / 2 + 4, VALUE_ROW = ROWS / 2 + 4, FACTOR = ENTRY * KEY_ROW;
+constexpr int GRADIENT = 0;                                    // dM, -dJ: [warp][block][4][lane] float4
+constexpr int NEXT_ENTRY = GRADIENT + (STREAM ? 0 : WARPS * KEY_BLOCKS * 512);  // the state the next block starts from
+constexpr int KEY = NEXT_ENTRY + WARPS * 512;                  // the chunk's k, w, beta as they came
+constexpr int WRITE = KEY + CHUNK * KEY_ROW, EVIDENCE = WRITE + CHUNK * VALUE_ROW;
+// [token][block] factors of the updates: [row] k, k^2, the prior's and q, of two keys each; then zeros, twice: lanes
+// that read zeros find them in other banks than those that do not.
+constexpr int RECORD = 8 * 8 + 4, UPDATE = EVIDENCE + CHUNK * VALUE_ROW;
+constexpr int OTHER = UPDATE + TILE * ALL_BLOCKS * RECORD;     // [token][row group][lane] uint2: w, beta, 1, dy
+constexpr int NEXT_QUERY = OTHER + TILE * ROW_GROUPS * 64;     // q and dy of the next tile as they came
+constexpr int NEXT_D_OUTPUT = NEXT_QUERY + TILE * KEYS / 2;
+// Decayed k and k^2, each as the sum of two bf16: of up to ENTRY tokens, but where a chunk begins, before there are
+// sums, of all but the last ENTRY.
+constexpr int DECAYED = NEXT_D_OUTPUT + TILE * ROWS / 2, AFTER_DECAYED = DECAYED + (ENTRIES - 1) * 4 * FACTOR;
+// [warp][block][dq, dk][lane] float4, and of one block more if what blocks start from comes here.
+constexpr int KEY_SUMS = DECAYED + 4 * FACTOR, SUM_BLOCKS = KEY_BLOCKS + STREAM;
+// [part of the keys, but for the first][group][dw, dbeta][lane] float4
+constexpr int ROW_SUMS = KEY_SUMS + WARPS * SUM_BLOCKS * 256;
+constexpr int TOKEN_SUMS = ROW_SUMS + (KEY_PARTS - 1) * ROW_GROUPS * 256;  // [warp][12]
+constexpr int AFTER_SUMS = TOKEN_SUMS + WARPS * 12;
+constexpr int DECAY = AFTER_SUMS < AFTER_DECAYED ? AFTER_DECAYED : AFTER_SUMS;  // g of the chunk's tokens
+constexpr int GAUGE = DECAY + CHUNK, INVERSE = GAUGE + CHUNK;  // their c and 1 / c
+constexpr int BEGINS = INVERSE + CHUNK;                        // which begin a tile
+constexpr int RUNNING = BEGINS + 4, HEAD = RUNNING + 1;        // dg of the first token of the tile done last; the head
+constexpr int WORDS = RUNNING + 4;
+extern "C" __device__ const int launch_shape[2] = {THREADS, 4 * WORDS};
+
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+    for (int offset = 16; offset; offset /= 2) x += __shfl_xor_sync(~0u, x, offset);
+    return x;
+}
+__device__ __forceinline__ void multiply(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    multiply_16(d, a[0], a[1], a[2], a[3], b0, b1);
+}
+
+// A lane's part of a key block of two states, 4 pieces a warp apart: [value tile][key, value] as in a product's result.
+__device__ __forceinline__ void read_block(float (&x)[2][4], float (&y)[2][4], const float4* from, float factor,
+                                           float plus_y = 0.f) {
+#pragma unroll
+    for (int v = 0; v < 2; v++) {
+        const float4 a = from[v * 32], c = from[(2 + v) * 32];
+        x[v][0] = factor * a.x, x[v][1] = factor * a.y, x[v][2] = factor * a.z, x[v][3] = factor * a.w;
+        y[v][0] = fmaf(factor, c.x, plus_y), y[v][1] = fmaf(factor, c.y, plus_y);
+        y[v][2] = fmaf(factor, c.z, plus_y), y[v][3] = fmaf(factor, c.w, plus_y);
+    }
+}
+__device__ __forceinline__ void write_block(const float (&x)[2][4], const float (&y)[2][4], float4* to) {
+#pragma unroll
+    for (int v = 0; v < 2; v++) {
+        to[v * 32] = {x[v][0], x[v][1], x[v][2], x[v][3]};
+        to[(2 + v) * 32] = {y[v][0], y[v][1], y[v][2], y[v][3]};
+    }
+}
+// The same of one state [V, K] in memory, from its element `at`; zeros if there is none.
+__device__ __forceinline__ void load_block(float (&x)[2][4], const float* from, i64 at) {
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+        const float2 keys = from ? __ldcg((const float2*)(from + at + (e / 2 * 8 + e % 2) * KEYS)) : float2{0.f, 0.f};
+        x[e / 2][e % 2] = keys.x, x[e / 2][2 + e % 2] = keys.y;
+    }
+}
