@@ -124,7 +124,7 @@ def bench_parallel(
     repetitions: Annotated[int, typer.Option(help="Steps that are timed.")] = 6,
     way: Annotated[list[str] | None, typer.Option(help="ddp, one, fsdp2, context; may be repeated. None: all.")] = None,
     waits: Annotated[bool, typer.Option(help="Look for what makes the host wait.")] = True,
-    compiled: Annotated[bool, typer.Option("--compile", help="torch.compile, but for context parallelism.")] = False,
+    compiled: Annotated[bool, typer.Option("--compile", help="torch.compile of the blocks.")] = False,
     seconds: Annotated[float, typer.Option(help="A way that takes longer is ended.")] = 1800.0,
     quick: Annotated[bool, typer.Option(help="Models and steps of a toy: does it work here?")] = False,
 ) -> None:

@@ -67,12 +67,18 @@ def test_names_are_no_formulae_and_none_is_hidden(tmp_path, monkeypatch):
         (None, "is no finished training run: .*results.json is missing"),
         ("{", "results.json is not a results file"),
         ("\x00\xff", "results.json is not a results file"),
-        ("[1]", "is not the results file of a training run"),
-        ('{"measurements": {"accuracy": 1}}', "is not the results file of a training run"),
-        ('{"measurements": null}', "is not the results file of a training run"),
-        ('{"measurements": "history"}', "is not the results file of a training run"),
-        ('{"measurements": {"eval_loss": 1.0, "history": [1]}}', "is not the results file of a training run"),
-        ('{"measurements": {"eval_loss": null, "history": []}}', "is not the results file of a training run"),
+        ("9" * 5000, "results.json is not a results file"),
+        ("[" * 100_000, "results.json is not a results file"),
+        ("[1]", r"results.json is not .* of a training run: it holds \[1\], expected an object"),
+        ('{"measurements": {"accuracy": 1}}', "measurements.history is nothing, expected a list"),
+        ('{"measurements": null}', "measurements is nothing, expected an object"),
+        ('{"measurements": "history"}', "measurements is 'history', expected an object"),
+        ('{"measurements": {}, "settings": 3}', "settings is 3, expected an object"),
+        ('{"measurements": {"eval_loss": 1.0, "history": [{}, 1]}}', r"measurements.history\[1\] is 1, expected an ob"),
+        (
+            '{"measurements": {"eval_loss": null, "history": []}}',
+            "measurements.eval_loss is nothing, expected a finite",
+        ),
     ],
 )
 def test_what_is_no_run_is_named(tmp_path, content, expected):
@@ -80,6 +86,52 @@ def test_what_is_no_run_is_named(tmp_path, content, expected):
         (tmp_path / "results.json").write_bytes(content.encode("latin-1"))
     with pytest.raises(ValueError, match=expected):
         read_runs([tmp_path])
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("eval_loss", float("nan"), "nan, expected a finite number"),
+        ("eval_loss", True, "True, expected a finite number"),
+        ("eval_perplexity", "9", "'9', expected a finite number"),
+        ("tokens_seen", 1.5, "1.5, expected a whole number"),
+        ("tokens_seen", "x" * 999, f"'{'x' * 55} ..., expected a whole number"),
+        ("parameters", 10**400, "a number beyond 1e100, expected a whole number"),
+        ("seconds_this_call", [], r"\[\], expected a finite number"),
+    ],
+)
+def test_numbers_that_cannot_be_tabulated_are_named_with_their_file(tmp_path, key, value, said):
+    (tmp_path / "results.json").write_text(json.dumps(record(1.0, **{key: value})))
+    with pytest.raises(ValueError, match=rf"{tmp_path}/results\.json is not .*: measurements\.{key} is {said}"):
+        read_runs([tmp_path])
+
+
+ODD = (float("nan"), float("-inf"), "3", None, [1], True, 10**400, 1e300)
+DRAWN = ("loss", "eval_loss", "grad_norm", "learning_rate", "tokens_per_second", "eval_layer_0_window")
+
+
+def test_odd_points_are_left_out_with_a_note(tmp_path):
+    """Whatever they are, in every curve; of a whole curve too. Not positive ones on logarithmic axes alone."""
+    odd = record(1.0, tokens_seen=3.0, parameters=10**30)
+    history = odd["measurements"]["history"]
+    for value in ODD:
+        history += [{"num_input_tokens_seen": 1, name: value} for name in DRAWN]
+        history.append({"num_input_tokens_seen": value, "loss": 2.0})
+    history += [{"num_input_tokens_seen": 1, name: 0} for name in DRAWN]
+    history += [{"learning_rate": 1.0}, {"eval_layer_x_window": 1.0, f"eval_layer_{'9' * 5000}_ratio": 1.0}]
+    odd["settings"]["mixer"] = "\ud800"
+    (tmp_path / "results.json").write_text(json.dumps(odd))
+    page = curves_page(read_runs([tmp_path]), tmp_path).read_text().split("<details>")[0]
+    notes = dict(re.findall(rf"<tr><td>{tmp_path.name}, (\w+)</td><td>(\d+): .*?</td></tr>", page))
+    each = len(ODD)
+    extra = {"loss": each, "learning_rate": 1, "grad_norm": 1, "eval_layer_0_window": 1}
+    assert notes == {name: str(each + extra.get(name, 0)) for name in DRAWN}
+    assert "<td>learning_rate is nan ...</td>" not in page and ": learning_rate is nan ...</td>" in page
+    assert "<td>tokens seen</td><td>3</td>" in page and "<td>parameters</td><td>1e+30</td>" in page
+    for entry in history:
+        entry |= {"num_input_tokens_seen": "many"}
+    assert "num_input_tokens_seen is &#x27;many&#x27;" in curves_page({"run": odd}, tmp_path).read_text()
+    assert "Left out" not in curves_page({"run": record(1.0)}, tmp_path).read_text()
 
 
 def test_a_run_is_compared_with_others_only(tmp_path):

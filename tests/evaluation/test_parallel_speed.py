@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from metaplastic.cli_bench import bench
 from metaplastic.evaluation import parallel_speed
-from metaplastic.evaluation.parallel_page import compared_rows
-from metaplastic.evaluation.parallel_speed import WAYS, Setting, bench_parallel, compared, jobs, start
+from metaplastic.evaluation.parallel_page import compared_rows, parallel_page, way_rows
+from metaplastic.evaluation.parallel_speed import WAYS, Setting, bench_parallel, compared, jobs, last_error, start
 from metaplastic.evaluation.parallel_steps import do, end_with_parent
 from metaplastic.recipes.language import find
 
@@ -123,14 +123,61 @@ def test_what_one_process_does(models, tmp_path):
     assert whole["losses"][-1] < whole["losses"][0]
 
 
+BEGINS = "Traceback (most recent call last):"
+FAILING = """#!/bin/sh
+test -p /dev/stdin || exit 9
+if [ "$RANK" = 1 ]; then
+    printf '%s\\n' '[rank1]: Traceback (most recent call last):' '[rank1]:   File "/home/a/b.py", line 1, in c' \\
+        '[rank1]:     fail()' "[rank1]: OSError: no '/home/a/b c/d.pt' at https://e.org/f" '[rank1]: Or else.' >&2
+    exit 3
+fi
+echo begins
+exec sleep 60
+"""
+
+
+def executable(file, monkeypatch, text):
+    """Every process runs this instead of Python; each holds an end of a pipe, which closes when this one is gone."""
+    file.write_text(text)
+    file.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(file))
+
+
 def test_processes_that_fail_or_hang_are_ended(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.executable", "/bin/false")
-    assert start(tmp_path, "ddp", 2, 60.0) == 1
-    sleeping = tmp_path / "sleeping"
-    sleeping.write_text("#!/bin/sh\ntest -p /dev/stdin && exec sleep 60\n")  # which closes when this process is gone
-    sleeping.chmod(0o755)
-    monkeypatch.setattr("sys.executable", str(sleeping))
+    assert start(tmp_path, "one", 1, 60.0) == "ended with 1, one-0.log"
+    executable(tmp_path / "sleeping", monkeypatch, "#!/bin/sh\ntest -p /dev/stdin && exec sleep 60\n")
     assert start(tmp_path, "ddp", 2, 0.2) == "no end in 0.2 seconds"
+    executable(tmp_path / "killed", monkeypatch, "#!/bin/sh\necho working\nkill -9 $$\n")
+    assert start(tmp_path, "one", 1, 60.0) == "killed by SIGKILL, one-0.log"
+
+
+def test_a_way_that_cannot_run_says_why(models, tmp_path, monkeypatch):
+    """In the results, in the table and on the page; without a path of the machine."""
+    executable(tmp_path / "failing", monkeypatch, FAILING)
+    (way, found), (name, beside) = bench_parallel(models, {}, models, tmp_path, TOY, ["ddp"])
+    said = "OSError: no 'b c/d.pt' at https://e.org/f: process 1 ended with 3, ddp-1.log"
+    assert (way, name) == ("ddp", "compared") and found["not run"].startswith(said)
+    assert f"(0 of 4 jobs done, then '{DEBUG}, same run')" in found["not run"]
+    assert ("not run", found["not run"]) in way_rows(found)
+    assert compared_rows(beside) == [("ddp", found["not run"])]
+    record = {"measurements": {way: found, name: beside}}
+    shown = parallel_page(record, tmp_path).read_text().split("<details>")[0]
+    assert shown.count("OSError: no &#x27;b c/d.pt&#x27;") == 2  # beside one process, and among what the way found
+
+
+@pytest.mark.parametrize(
+    ("log", "expected"),
+    [
+        ("", None),
+        ("a warning\nterminate called\n\n", "terminate called"),
+        (f"{BEGINS}\n  a\nKeyError: 1\n\n{BEGINS}\n  b\nE: 2\nend", "E: 2"),
+        (f"{BEGINS}\n  cut short", "cut short"),
+        ("ValueError: " + 400 * "x", "ValueError: " + 284 * "x" + " ..."),
+    ],
+)
+def test_the_last_error_of_a_log(log, expected):
+    assert last_error(log) == expected
 
 
 def test_processes_end_with_who_started_them(monkeypatch):

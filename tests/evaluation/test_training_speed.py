@@ -16,7 +16,7 @@ from metaplastic.evaluation import training_speed
 from metaplastic.evaluation.speed import operator_inputs
 from metaplastic.evaluation.training_page import kernel_rows
 from metaplastic.evaluation.training_profile import PROFILED, SCALAR, kernels
-from metaplastic.evaluation.training_speed import Setting, _Clock
+from metaplastic.evaluation.training_speed import Setting, _Watch
 from metaplastic.models import size
 from metaplastic.recipes.language import find
 from metaplastic.training.compiled import compile_blocks
@@ -67,13 +67,13 @@ def test_the_command(tmp_path, monkeypatch, shards):
 
 
 def profiled(run):
-    """A clock that has seen steps, in the last of which ``run`` ran."""
-    clock = _Clock(1)
+    """What has watched steps, in the last of which ``run`` ran."""
+    watch = _Watch(1)
     for step in range(1, 6):
         if step == 5:
             run()
-        clock.on_step_end(None, SimpleNamespace(global_step=step), None)
-    return clock
+        watch.on_step_end(None, SimpleNamespace(global_step=step), None)
+    return watch
 
 
 def test_a_step_is_seen_as_it_is(capfd):
@@ -89,7 +89,7 @@ def test_a_step_is_seen_as_it_is(capfd):
     many = profiled(lambda: (run(), [float(x.sum()) for _ in range(3)]))
     assert many.waits()["counts"][SCALAR] == few.waits()["counts"][SCALAR] + 3
     assert few.backends(config) == ["palimpsa_chunked"]
-    assert len(few.seconds()) == 1 and few.seconds()[0] > 0
+    assert len(few.clock.seconds()) == 1 and few.clock.seconds()[0] > 0
     assert profiled(lambda: None).waits()["where"] == {}
     # Values are read on a CPU, where that waits for nothing: those of the operators' checks, by where.
     where, counts = few.waits()["where"], few.waits()["counts"]

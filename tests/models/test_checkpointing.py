@@ -1,12 +1,14 @@
 """What activations wait for the backward pass decides bytes and time, and no bit of a gradient."""
 
+import functools
+
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from metaplastic.layers import MIXERS
-from metaplastic.models.checkpointing import KINDS, checkpoint_activations
+from metaplastic.models.checkpointing import KINDS, checkpoint_activations, keep_answers, once
 from metaplastic.ops import cross_entropy
 
 from .conftest import make, tokens
@@ -112,6 +114,40 @@ def test_compiled_with_a_fused_loss_equals_eager(how):
     for a, b in pairs:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("how", KINDS)
+def test_what_a_block_is_told_is_not_asked_again(how, first):
+    """Every run of a block has its own answers, however often and in whatever order their gradients are asked for."""
+    model, ids, asked = make(num_hidden_layers=2, mixers="palimpsa_d").train(), tokens(), []
+
+    def ask():
+        asked.append(len(asked) + 1.0)
+        return torch.tensor(asked[-1]), (torch.tensor(2.0),)
+
+    def told(mixer_forward, *args, **options):
+        y, state = mixer_forward(*args, **options)
+        factor, (other,) = once(ask)
+        return y * factor * other, state
+
+    for block in model.model.layers:
+        block.mixer.forward = functools.partial(told, block.mixer.forward)
+    losses = []
+    for kind in ("none", how):
+        for change in (keep_answers, functools.partial(checkpoint_activations, kind=kind))[:: 1 if first else -1]:
+            change(model)
+        asked.clear()
+        losses.append([model(ids, labels=ids).loss for _ in range(2)])
+        assert len(asked) == 4
+    for plain, found in zip(*losses, strict=True):
+        expected = torch.autograd.grad(plain, list(model.parameters()))
+        again = torch.autograd.grad(found, list(model.parameters()), retain_graph=how != "selective")
+        assert all(torch.equal(a, b) for a, b in zip(expected, again, strict=True))
+        if how != "selective":
+            again = torch.autograd.grad(found, list(model.parameters()))
+            assert all(torch.equal(a, b) for a, b in zip(expected, again, strict=True))
+    assert len(asked) == 4
 
 
 def test_an_unknown_kind_is_named():

@@ -5,20 +5,26 @@
 leaves in FOLDER what the jobs of that name found. A job that fails ends it with an error.
 """
 
+import contextlib
 import os
 import random
 import signal
 import socket
 import sys
 import traceback
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from metaplastic.models import MetaplasticConfig, MetaplasticForCausalLM
 from metaplastic.models.checkpointing import checkpoint_activations
+from metaplastic.ops import cross_entropy
 from metaplastic.tasks.text import collate_packed
 from metaplastic.training import MetaplasticTrainer, TrainConfig, interrupt, saving, train, training_arguments
 from metaplastic.training.context import context_group, parallelise_context, shard
@@ -31,6 +37,9 @@ from .rows import packed_rows, weights_of
 SENTENCE = "the memory knows how sure it is of what it holds and forgets what it must when the next word comes"
 MEMORIES = ("palimpsa_d", "palimpsa_m", "palimpsa_d_additive", "mamba2", "gated_deltanet", "bayesian")
 STEPPED = ("palimpsa_d", "bayesian")
+FORMS = [(mixer, "plain") for mixer in STEPPED]  # of which steps are taken
+if cross_entropy.choose("cpu", torch.float32) is not None:
+    FORMS.append(("palimpsa_d", "fused"))
 SIGNALS = {"Ctrl-C": signal.SIGINT, "SIGTERM": signal.SIGTERM}
 LENGTH = 23
 SHARDS = 3  # or no decay of a shard would matter
@@ -64,8 +73,9 @@ def small(mixer: str, dtype: torch.dtype = torch.float32) -> MetaplasticForCausa
 def one_step(folder: Path, name: str, parallel: str | None) -> None:
     """A step of plain gradient descent with rate 1 on seven rows, which two processes cannot share evenly."""
     processes = int(os.environ.get("WORLD_SIZE", 1))
-    found = {}
-    for mixer in STEPPED:
+    found, calls, fused = {}, [], cross_entropy.summed_cross_entropy
+    cross_entropy.summed_cross_entropy = lambda *given: calls.append(tuple(given[1].shape)) or fused(*given)
+    for mixer, loss_form in FORMS:
         arguments = training_arguments(
             folder / name, max_steps=1, per_device_train_batch_size=4 // processes, gradient_accumulation_steps=2,
             optim="sgd", learning_rate=1.0, weight_decay=0.0, max_grad_norm=0.0, lr_scheduler_type="constant",
@@ -73,6 +83,7 @@ def one_step(folder: Path, name: str, parallel: str | None) -> None:
             per_device_eval_batch_size=2, **sharding(TrainConfig(parallel=parallel)),
         )  # fmt: skip
         model = small(mixer)
+        model.loss_form = loss_form
         before = weights_of(model)
         trainer = MetaplasticTrainer(
             model, arguments, collate_packed, packed_rows(7), eval_dataset=packed_rows(5, seed=2)
@@ -85,8 +96,10 @@ def one_step(folder: Path, name: str, parallel: str | None) -> None:
         }
         gradients = {name: before[name] - weight for name, weight in after.items()}
         loss = next(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
-        found[mixer] = {"gradients": gradients, "loss": loss, "evaluation": evaluation, "sharded": set(sharded)}
-        found[mixer]["tokens"] = trainer.state.num_input_tokens_seen
+        of_one = {"gradients": gradients, "loss": loss, "evaluation": evaluation, "sharded": set(sharded)}
+        of_one |= {"tokens": trainer.state.num_input_tokens_seen, "fused": calls.copy()}
+        found[mixer, loss_form] = of_one
+        calls.clear()
     if int(os.environ.get("RANK", 0)) == 0:
         torch.save(found, folder / f"{name}.pt")
 
@@ -110,8 +123,9 @@ def context(folder: Path) -> None:
             whole, cut = (small(mixer, torch.float64) for _ in range(2))
             (whole(**batch, use_cache=False).logits * weights).sum().backward()
             parallelise_context(cut, group)
-            checkpoint_activations(cut, RECOMPUTED.get(packing, "none"))  # computed again, exchanged again
-            (cut(**batch).logits * weights[own]).sum().backward()
+            checkpoint_activations(cut, RECOMPUTED.get(packing, "none"))
+            with exchanges() as counted:
+                (cut(**batch).logits * weights[own]).sum().backward()
             one, two = (_gradients(model) for model in (whole, cut))
             for gradient in two.values():
                 dist.all_reduce(gradient)
@@ -119,7 +133,9 @@ def context(folder: Path) -> None:
             expected, loss = (model(**batch, labels=labels).loss.detach() for model in (whole, cut))
             dist.all_reduce(loss)
             losses = (float(expected), float(loss))
-            found[mixer, packing] = {"one": one, "two": two, "losses": losses}
+            every: list[Any] = [None] * SHARDS
+            dist.all_gather_object(every, dict(counted))
+            found[mixer, packing] = {"one": one, "two": two, "losses": losses, "exchanges": every}
     refused = {}
     for name, call in {
         "attention": lambda: parallelise_context(small("attention"), group),
@@ -131,9 +147,47 @@ def context(folder: Path) -> None:
             call()
         except ValueError as error:
             refused[name] = str(error)
+    apart = sharded_apart(ids)
     if dist.get_rank() == 0:
-        torch.save({"found": found, "refused": refused}, folder / "context.pt")
+        torch.save({"found": found, "refused": refused, "apart": apart}, folder / "context.pt")
     dist.barrier()
+
+
+@contextlib.contextmanager
+def exchanges():
+    """How often this process exchanges something, by how."""
+    counted, names = Counter(), ("all_gather", "isend", "recv")
+    originals = {name: getattr(dist, name) for name in names}
+
+    def counting(name):
+        def exchange(*args, **kwargs):
+            counted[name] += 1
+            return originals[name](*args, **kwargs)
+
+        return exchange
+
+    try:
+        for name in names:
+            setattr(dist, name, counting(name))
+        yield counted
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+
+
+def sharded_apart(ids: torch.Tensor) -> list[dict[str, torch.Tensor]]:
+    """Gradients with a fused loss: of a whole model, and of one whose output layer is a group of FSDP2's by itself."""
+    found = []
+    for apart in (False, True) if len(FORMS) > len(STEPPED) else ():
+        model = small("palimpsa_d")
+        model.loss_form = "fused"
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())  # no longer tied
+        if apart:
+            fully_shard(model.lm_head, mesh=init_device_mesh("cpu", (SHARDS,)))
+        model(ids, labels=ids).loss.backward()
+        gradients = {name: weight.grad for name, weight in model.named_parameters()}
+        found.append({name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in gradients.items()})
+    return found
 
 
 def _gradients(model: MetaplasticForCausalLM) -> dict[str, torch.Tensor]:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch._dynamo.utils import counters
 
@@ -21,6 +22,7 @@ from metaplastic.models import MetaplasticConfig, MetaplasticForCausalLM
 from metaplastic.models.checkpointing import checkpoint_activations
 from metaplastic.training import run, train
 from metaplastic.training.compiled import compile_blocks
+from metaplastic.training.context import context_group, parallelise_context
 
 from . import parallel_jobs as jobs
 from .test_parallel import assert_same_curve
@@ -31,6 +33,7 @@ from .test_streaming import stop_at
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 ROOT = Path(__file__).parents[2]
 OPTIONS = {name: {"num_heads": 2, "key_size": 4, "value_size": 4} for name in MIXERS}
+CUT = ("palimpsa_d", "gated_deltanet")  # one that exchanges what a shard adds, one that hands its state on
 FORMS = (("palimpsa_d", "ddp", "none"), ("palimpsa_d", "fsdp2", "selective"), ("bayesian", "fsdp2", "none"))
 
 
@@ -152,11 +155,11 @@ def test_backends_that_leave_the_graph(monkeypatch):
 
 
 def test_what_cannot_be_compiled_claims_no_folder(tiny, tmp_path, monkeypatch):
-    def compile_blocks(model):
-        raise Stop(type(model).__name__)
+    def compile_blocks(model, **how):
+        raise Stop(f"{type(model).__name__} {how}")
 
     monkeypatch.setattr(run, "compile_blocks", compile_blocks)
-    with pytest.raises(Stop, match="MetaplasticForCausalLM"):
+    with pytest.raises(Stop, match="MetaplasticForCausalLM {'pieces': False}"):
         train(tiny(compile=True), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -165,7 +168,7 @@ def test_what_cannot_be_compiled_claims_no_folder(tiny, tmp_path, monkeypatch):
 def test_a_compiled_run_goes_on_and_is_the_run(tiny, tmp_path, monkeypatch, undisturbed):
     """Evaluations, measures of the memory, checkpoints and a resumption between the steps."""
     used = []
-    monkeypatch.setattr(run, "compile_blocks", lambda model: used.append(1) or compile_blocks(model, "eager"))
+    monkeypatch.setattr(run, "compile_blocks", lambda model, **_: used.append(1) or compile_blocks(model, "eager"))
     with monkeypatch.context() as patch:
         stop_at(patch, 7)
         with pytest.raises(Stop):
@@ -216,15 +219,21 @@ def test_processes_share_a_compiled_step(tmp_path):
     command = [sys.executable, "-m", "tests.training.test_compile", str(tmp_path)]
     found = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert found.returncode == 0, found.stderr[-4000:]
-    one = torch.load(tmp_path / "alone.pt")
+    alone = torch.load(tmp_path / "alone.pt")
     for mixer, parallel, how in FORMS:
-        two = torch.load(tmp_path / f"{mixer} {parallel} {how}.pt")[mixer]
+        one, two = alone[mixer, "plain"], torch.load(tmp_path / f"{mixer} {parallel} {how}.pt")[mixer, "plain"]
         assert two["sharded"] == {parallel == "fsdp2"}
-        assert two["loss"] == pytest.approx(one[mixer]["loss"], rel=1e-5)
-        for name, gradient in one[mixer]["gradients"].items():
+        assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
+        for name, gradient in one["gradients"].items():
             size = float(gradient.abs().max())
             torch.testing.assert_close(two["gradients"][name], gradient, rtol=1e-5, atol=1e-5 * size + 3e-7, msg=name)
         assert json.loads((tmp_path / f"{mixer} {parallel} {how}.json").read_text()) == {"breaks": 0, "graphs": 2}
+    cut = torch.load(tmp_path / "context.pt")
+    assert len(cut) == len(CUT) * 2
+    for case in cut.values():  # rows; packed rows, two of which are compiled: with one number of documents, with any
+        assert case["graphs"][0] < case["graphs"][1] <= case["graphs"][2] == case["graphs"][-1] < 32
+        for plain, found in case["steps"]:
+            same(*found, *plain)
 
 
 def compiled_step(folder: Path, mixer: str, parallel: str, how: str) -> None:
@@ -237,16 +246,39 @@ def compiled_step(folder: Path, mixer: str, parallel: str, how: str) -> None:
         compile_blocks(model, "aot_eager")
         return model
 
-    jobs.small, jobs.STEPPED = small, (mixer,)
+    jobs.small, jobs.FORMS = small, [(mixer, "plain")]
     jobs.one_step(folder, name, parallel)
     if int(os.environ["RANK"]) == 0:
         found = {"breaks": sum(counters["graph_break"].values()), "graphs": graphs()}
         (folder / f"{name}.json").write_text(json.dumps(found))
 
 
+def compiled_context(folder: Path) -> None:
+    """Steps of two processes that share rows, compiled in pieces around what they exchange, beside uncompiled ones."""
+    dist.init_process_group("gloo")
+    group, found = context_group(2), {}
+    for mixer in CUT:
+        for how in ("none", "full"):
+            torch._dynamo.reset()
+            counters.clear()
+            plain, cut = models = [build([mixer] * 3, how) for _ in range(2)]
+            compile_blocks(cut, "aot_eager", pieces=True)
+            for model in models:
+                parallelise_context(model, group)
+            case = found[mixer, how] = {"steps": [], "graphs": []}
+            for borders in (None, [2, 12], [6, 6, 12], [1, 5, 9, 11], [2, 2, 4, 6, 8, 9, 12]):
+                steps = [step(model, 12, borders, batch=3 if borders is None else 1) for model in models]
+                case["steps"].append([(loss, {n: g.clone() for n, g in all_.items()}) for loss, all_ in steps])
+                case["graphs"].append(graphs())
+    if dist.get_rank() == 0:
+        torch.save(found, folder / "context.pt")
+    dist.barrier()
+
+
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     jobs._warm_up()
+    jobs.well(jobs.pair(compiled_context, folder))
     jobs.well(jobs.wait(jobs.fork(jobs.one_step, folder, "alone", None)))
     for form in FORMS:
         jobs.well(jobs.pair(compiled_step, folder, *form))

@@ -157,7 +157,7 @@ def test_a_fault_of_ours_is_not_taken_for_a_full_disk(tmp_path):
 # Runs that have ended
 
 
-@pytest.mark.parametrize("content", ["[]", "{", "{}"])
+@pytest.mark.parametrize("content", ["[]", "{", "{}", '{"measurements": {"eval_loss": 1.0}}'])
 def test_results_that_are_none_are_named(tiny, undisturbed, content):
     (undisturbed / "results.json").write_text(content)
     with pytest.raises(ValueError, match=r"output: .*results.json holds no results .*delete it, and the same command"):

@@ -16,7 +16,7 @@ from metaplastic.training.checkpoint import check_seal, checkpoints, step_of
 from metaplastic.training.folder import identity, read_run
 from metaplastic.training.parallel import NOBODY, Shared, share
 
-from .parallel_jobs import MEMORIES, PACKINGS, STEPPED
+from .parallel_jobs import FORMS, MEMORIES, PACKINGS, SHARDS, STEPPED
 
 ROOT = Path(__file__).parents[2]
 
@@ -69,10 +69,12 @@ def assert_same_curve(a: Path, b: Path, *, bitwise: bool = False) -> None:
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
-@pytest.mark.parametrize("mixer", STEPPED)
-def test_a_step_of_two_processes_is_that_of_one(found, parallel, mixer):
-    one, two = (torch.load(found / f"{name}.pt")[mixer] for name in ("alone", parallel))
+@pytest.mark.parametrize(("mixer", "form"), FORMS)
+def test_a_step_of_two_processes_is_that_of_one(found, parallel, mixer, form):
+    one, two = (torch.load(found / f"{name}.pt")[mixer, form] for name in ("alone", parallel))
     assert two["sharded"] == {parallel == "fsdp2"} and one["sharded"] == {False}
+    whole = {(40, 8)} if form == "fused" else set()  # of the output layer, also where it is sharded
+    assert set(one["fused"]) == set(two["fused"]) == whole
     assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
     assert two["evaluation"]["eval_tokens"] == one["evaluation"]["eval_tokens"]
     assert two["evaluation"]["eval_loss"] == pytest.approx(one["evaluation"]["eval_loss"], rel=1e-5)
@@ -82,6 +84,13 @@ def test_a_step_of_two_processes_is_that_of_one(found, parallel, mixer):
         assert size > 1e-5, name
         # A gradient is the difference of two weights, which are rounded.
         torch.testing.assert_close(two["gradients"][name], gradient, rtol=1e-5, atol=1e-5 * size + 3e-7, msg=name)
+
+
+@pytest.mark.skipif(len(FORMS) == len(STEPPED), reason="a fused loss on a CPU needs PyTorch 2.13")
+def test_an_output_layer_that_is_sharded_by_itself_has_a_fused_loss(found):
+    whole, apart = torch.load(found / "context.pt")["apart"]
+    for name, gradient in whole.items():
+        torch.testing.assert_close(apart[name], gradient, rtol=1e-5, atol=1e-7, msg=name)
 
 
 def test_rows_are_shared_as_one_process_takes_them():
@@ -107,8 +116,12 @@ def test_rows_are_shared_as_one_process_takes_them():
         (3, {}, "16 x 1 = 16 rows a step for 3 processes, expected a multiple"),
         (1, {"parallel": "fsdp2"}, "parallel: got 'fsdp2', but one process was started"),
         (4, {"context_parallel": 3}, "context_parallel: got 3 of 4 processes, expected a divisor"),
-        (2, {"context_parallel": 2, "compile": True}, "compile: got True, but context_parallel"),
-        (2, {"parallel": "fsdp2", "loss": "fused"}, "loss: got 'fused', but fsdp2 shards the output layer"),
+        (2, {"context_parallel": 2, "compile": True, "checkpointing": "full"}, (16, 1)),
+        (
+            2,
+            {"context_parallel": 2, "compile": True, "checkpointing": "selective"},
+            "checkpointing: got 'selective', but",
+        ),
     ],
 )
 def test_the_recipe_says_what_a_step_is(monkeypatch, processes, settings, expected):
@@ -149,6 +162,19 @@ def test_shards_of_a_sequence_have_the_gradients_of_the_whole(found, mixer, pack
     for name, gradient in case["one"].items():
         assert gradient.abs().max() > 1e-4 or name == "lm_head.weight", name
         torch.testing.assert_close(case["two"][name], gradient, rtol=1e-9, atol=1e-9, msg=name)
+
+
+@pytest.mark.parametrize("mixer", STEPPED)
+def test_what_is_computed_again_is_not_exchanged_again(found, mixer):
+    """Once per layer and direction; a shard gives one neighbour forward what it gets from it backward."""
+    cases = torch.load(found / "context.pt")["found"]
+    layers, messages = 2, 2 if mixer == "palimpsa_d" else 4  # the convolution's inputs; and the state that is handed on
+    for packing in PACKINGS:
+        for number, counted in enumerate(cases[mixer, packing]["exchanges"]):
+            neighbours = 1 if number in (0, SHARDS - 1) else 2
+            expected = {"isend": messages * neighbours, "recv": messages * neighbours}
+            expected |= {"all_gather": 2 * layers} if mixer == "palimpsa_d" else {}
+            assert counted == expected, (packing, number)
 
 
 def test_what_cannot_be_cut_is_refused(found):

@@ -12,10 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
+from metaplastic.evaluation.curves import curves_page
 from metaplastic.models import MetaplasticForCausalLM
 from metaplastic.tasks.text import byte_tokenizer
 from metaplastic.training import MetaplasticTrainer, TrainConfig, train
 from metaplastic.training.checkpoint import STAGING, checkpoints, step_of
+from metaplastic.training.folder import claim
 from metaplastic.training.saved import load_model
 
 from .rows import packed_rows
@@ -186,9 +188,14 @@ def test_foreign_folders_and_files_are_refused(tiny, tmp_path, overwrite):
 
 
 def test_overwriting_starts_afresh_and_deletes_only_what_a_run_writes(tiny, undisturbed, tmp_path, monkeypatch):
-    (undisturbed / "notes.txt").write_text("mine")
-    (undisturbed / "checkpoint-best").mkdir()
-    (undisturbed / "checkpoint-best" / "notes.txt").write_text("mine")
+    mine = {"notes.txt", "checkpoint-best/notes.txt", "curves/notes.txt", "curves/memory-0.png", "tensorboard/a/events"}
+    for name in (*mine, "tensorboard/events.out.tfevents.1.here.2.0"):
+        (undisturbed / name).parent.mkdir(exist_ok=True, parents=True)
+        (undisturbed / name).write_text("mine")
+    record = json.loads((undisturbed / "results.json").read_text())
+    curves_page({"run": record}, undisturbed / "curves")
+    pages = {f"curves/{name}" for name in ("index.html", "curves.png", "memory.png")}
+    assert set(listing(undisturbed)) > mine | pages and "eval_layer_0_window" in str(record)
 
     def stop(self, *args):
         raise Stop
@@ -198,13 +205,19 @@ def test_overwriting_starts_afresh_and_deletes_only_what_a_run_writes(tiny, undi
         with pytest.raises(Stop):
             train(tiny(seed=1), undisturbed, overwrite=True)
     # Nothing of the old run can be taken for a part of the new one.
-    assert set(listing(undisturbed)) == {".lock", "notes.txt", "checkpoint-best/notes.txt", "run.json"}
+    assert set(listing(undisturbed)) == {".lock", "run.json"} | mine
+    for name in mine - {"notes.txt", "checkpoint-best/notes.txt"}:
+        (undisturbed / name).unlink()
     train(tiny(seed=1), undisturbed)
     train(tiny(seed=1), tmp_path / "new")
     assert_same_run(undisturbed, tmp_path / "new")
     assert (
         (undisturbed / "notes.txt").read_text() == (undisturbed / "checkpoint-best" / "notes.txt").read_text() == "mine"
     )
+    (undisturbed / "curves").mkdir(exist_ok=True)
+    curves_page({"run": record}, undisturbed / "curves")
+    claim(tiny(seed=2), undisturbed, {})
+    assert not (undisturbed / "curves").exists()  # of which nothing is left
 
 
 def test_wrong_input_claims_no_folder(tiny, tmp_path):

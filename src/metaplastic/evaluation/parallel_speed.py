@@ -24,7 +24,9 @@ Each takes steps with the real Trainer (``parallel_steps.py``). What is compared
 import dataclasses
 import json
 import os
+import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -45,6 +47,7 @@ RESUMED = 1e-4  # float32 losses, whose differences grow from step to step
 SAME, OWN, LONG, STATES, EXACT, RESUME, WHOLE, WAITS = (
     "same run", "rows of a GPU", "one long row", "few activations", "float32", "resume", "undisturbed", "waits",
 )  # fmt: skip
+SAID = 300  # characters of an error
 GOING_ON = "going on"  # the folder of the run that is left and gone on with
 
 
@@ -89,7 +92,7 @@ def jobs(way: str, timed: Models, alike: Models, resumed: Models, setting: Setti
         run = dataclasses.replace(
             run, **({"batch_size": batch, "accumulation": often, "block_length": length, "steps": steps, "warmup": 10,
             "schedule": "constant", "cooldown": None, "minimum_rate": 0.0, "save_every": 0, "eval_every": 0,
-            "compile": setting.compile and way != "context", "checkpointing": "none", "bf16": True} | kept | flags),
+            "compile": setting.compile, "checkpointing": "none", "bf16": True} | kept | flags),
         )  # fmt: skip
         found.append(Job(f"{name}, {what}", network.to_dict(), dataclasses.asdict(run), **options))
 
@@ -138,47 +141,77 @@ def bench_parallel(
         (output / f"{way}.jobs.json").write_text(json.dumps(wanted))
         for old in output.glob(f"{way}-*.json"):
             old.unlink()
-        code = start(output, way, 1 if way == "one" else setting.processes, setting.seconds)
+        ended = start(output, way, 1 if way == "one" else setting.processes, setting.seconds)
         found[way] = _read(output, way)
-        if code:
-            found[way]["not run"] = f"ended with {code} after {len(found[way])} jobs: {way}.log"
+        if ended is not None:
+            done = [job["name"] for job in wanted if job["name"] in found[way]]
+            doing = wanted[len(done)]["name"] if len(done) < len(wanted) else "nothing more"
+            found[way]["not run"] = f"{ended} ({len(done)} of {len(wanted)} jobs done, then {doing!r})"
         yield way, found[way]
         yield "compared", compared(found)
 
 
-def start(output: Path, way: str, processes: int, seconds: float) -> int | str:
+def start(output: Path, way: str, processes: int, seconds: float) -> str | None:
     """The processes of one way, as torchrun would start them; when one fails, or in so many ``seconds``, all end.
 
     So they do when this process is gone, however it went: each holds one end of a pipe, which then closes.
+    What each says is in its ``WAY-RANK.log``.
 
-    Returns 0, the code of the one that failed, or what happened.
+    Returns None, or why a process failed (of several the one whose last words came first: the others miss it).
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     group = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     command, end = [sys.executable, "-m", f"{__package__}.parallel_steps", str(output), way], time.monotonic() + seconds
-    with (output / f"{way}.log").open("w") as log:
-        running, pipe = [], subprocess.PIPE
-        for rank in range(processes):
+    logs = [output / f"{way}-{rank}.log" for rank in range(processes)]
+    running: list[subprocess.Popen] = []
+    try:
+        for rank, file in enumerate(logs):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} | group if processes > 1 else {}
             if processes > 1:
                 own |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-            running.append(subprocess.Popen(command, env=os.environ | own, stdin=pipe, stdout=log, stderr=log))
-        try:
-            while True:
-                codes = [process.poll() for process in running]
-                if bad := [code for code in codes if code]:
-                    return bad[0]
-                if None not in codes:
-                    return 0
-                if time.monotonic() > end:
-                    return f"no end in {seconds:g} seconds"
-                time.sleep(0.05)
-        finally:
-            for process in running:
-                process.kill()
-                process.communicate()
+            with file.open("w") as log:
+                running.append(
+                    subprocess.Popen(command, env=os.environ | own, stdin=subprocess.PIPE, stdout=log, stderr=log)
+                )
+        while True:
+            codes = [process.poll() for process in running]
+            if bad := [rank for rank, code in enumerate(codes) if code]:
+                return reason(logs, {rank: codes[rank] or 0 for rank in bad})
+            if None not in codes:
+                return None
+            if time.monotonic() > end:
+                return f"no end in {seconds:g} seconds"
+            time.sleep(0.05)
+    finally:
+        for process in running:
+            process.kill()
+            process.communicate()
+
+
+def reason(logs: Sequence[Path], codes: Mapping[int, int]) -> str:
+    """In one line why the processes with those ``codes`` failed, from what they wrote; without paths of the machine."""
+    rank = min(codes, key=lambda each: logs[each].stat().st_mtime_ns)
+    code = codes[rank]
+    told = code in (-signal.SIGKILL, -signal.SIGTERM)  # from without: what it said last is not why
+    said = None if told else last_error(logs[rank].read_text(errors="replace"))
+    how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+    if len(logs) > 1:
+        how = f"process {rank} {how}"
+    return f"{said}: {how}, {logs[rank].name}" if said else f"{how}, {logs[rank].name}"
+
+
+def last_error(log: str) -> str | None:
+    """The line that names the last error in a log: the one below its traceback, or else the last one of all."""
+    lines = [re.sub(r"^\[rank\d+\]: ?", "", line).rstrip() for line in log.splitlines()]
+    begins = [number for number, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
+    below = (line for line in lines[begins[-1] + 1 :] if line and not line[0].isspace()) if begins else ()
+    found = next(iter(below), None) or next((line for line in reversed(lines) if line), None)
+    if found is None:
+        return None
+    found = re.sub(r"(?<![\w:/.])/(?:[^\s/'\":,()]+/)+([^\s/'\":,()]*)", r"\1", found.strip())
+    return found if len(found) <= SAID else f"{found[: SAID - 4]} ..."
 
 
 def _read(output: Path, way: str) -> dict[str, Any]:
@@ -199,7 +232,10 @@ def _read(output: Path, way: str) -> dict[str, Any]:
 
 
 def compared(found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Every way beside one process: is it the same run, how fast, in how much memory; and the run that goes on."""
+    """Every way beside one process: is it the same run, how fast, in how much memory; and the run that goes on.
+
+    A way that did not get to its end: why.
+    """
     one, result = found.get("one", {}), {}
     for way in (way for way in WAYS if way != "one"):
         own = found.get(way, {})
@@ -216,7 +252,7 @@ def compared(found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         if what == WHOLE:
             again = f"{model}, {RESUME}"
             result[again] = _resumed(job, {way: found.get(way, {}).get(again, {}) for way in WAYS})
-    return result
+    return result | {way: {"not run": found[way]["not run"]} for way in WAYS if "not run" in found.get(way, {})}
 
 
 def _alike(one: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:

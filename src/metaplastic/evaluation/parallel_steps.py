@@ -11,7 +11,6 @@ differ from row to row.
 import contextlib
 import dataclasses
 import gc
-import itertools
 import json
 import os
 import stat
@@ -43,6 +42,7 @@ from ..training.compiled import compile_blocks
 from ..training.interrupt import Interruption
 from ..training.run import _arguments
 from ..training.trainer import training_arguments
+from .clock import Clock
 from .training_profile import PROFILED, waits
 
 IGNORED = -100
@@ -97,8 +97,7 @@ class _Watch(TrainerCallback):
     """Asks for a log in the first steps, keeps when later ones end, and leaves a run where it is to be left."""
 
     def __init__(self, job: Job):
-        self.job, self.cuda = job, torch.cuda.is_available()
-        self.ends: list[Any] = []
+        self.job, self.cuda, self.clock = job, torch.cuda.is_available(), Clock()
         self.waits: dict[str, Any] = {}
         self._open = contextlib.ExitStack()
         self.memory: dict[str, float] = {}
@@ -110,7 +109,7 @@ class _Watch(TrainerCallback):
         if step == begin and self.cuda:
             torch.cuda.reset_peak_memory_stats()
         if self.job.timed and begin <= step <= begin + self.job.timed:
-            self.ends.append(self._now())
+            self.clock.mark()
         if self.job.timed and step == begin + self.job.timed and self.cuda:
             torch.cuda.synchronize()
             self.memory = {"peak memory GB": torch.cuda.max_memory_allocated() / 1e9}
@@ -120,17 +119,6 @@ class _Watch(TrainerCallback):
         if self.job.profiled and self.cuda and step == WARM + 1:
             self._open.close()
             self.waits = {"waits": waits(list(self.profile.events() or []), self.cuda)}
-
-    def _now(self) -> Any:
-        if not self.cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def milliseconds(self) -> list[float]:
-        pairs = itertools.pairwise(self.ends)
-        return [a.elapsed_time(b) if self.cuda else 1e3 * (b - a) for a, b in pairs]
 
 
 def do(job: Job, folder: Path) -> dict[str, Any]:
@@ -145,7 +133,7 @@ def do(job: Job, folder: Path) -> dict[str, Any]:
     model.loss_form = config.loss
     checkpoint_activations(model, config.checkpointing)
     if config.compile:
-        compile_blocks(model)
+        compile_blocks(model, pieces=config.context_parallel > 1)
     rows = _Rows(config.batch_size * config.accumulation, config.block_length, model.config.vocab_size)
     watch, products = _Watch(job), set()
     model.model.layers[0].register_forward_pre_hook(lambda *_: products.add(_autocast(arguments.device.type)))
@@ -179,7 +167,7 @@ def do(job: Job, folder: Path) -> dict[str, Any]:
         "parameters": sum(weight.numel() for weight in trainer.model.parameters()),  # pyright: ignore
         "weights, gradients, optimiser GB": _persistent(trainer) / 1e9,
     }
-    times = watch.milliseconds()
+    times = [1e3 * seconds for seconds in watch.clock.seconds()]
     return found | ({"ms": statistics.median(times), "all ms": times} if times else {}) | watch.memory | watch.waits
 
 

@@ -43,6 +43,7 @@ from ..tasks import ShardedText, byte_tokenizer, collate_packed, write_shards
 from ..training import MetaplasticTrainer, training_arguments
 from ..training.compiled import compile_blocks
 from ..training.flops import model_flops, peak_flops
+from .clock import Clock
 from .data_speed import StandardLibrary
 from .training_profile import PROFILED, kernels, waits
 
@@ -127,7 +128,7 @@ def bench_step(
     config: MetaplasticConfig, text: ShardedText, output: Path, setting: Setting, layout: str
 ) -> dict[str, Any]:
     """Steps of one model: time, memory, the backend that ran, and what makes the host wait."""
-    rows, clock = _Rows(text, config.vocab_size, setting.batch), _Clock(setting.repetitions)
+    rows, watch = _Rows(text, config.vocab_size, setting.batch), _Watch(setting.repetitions)
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = MetaplasticForCausalLM(config)
@@ -137,22 +138,22 @@ def bench_step(
         compile_blocks(model)
     steps, compiling = setting.repetitions + WARM + 2, calculate_time_spent()["total_wall_time"]
     trainer = _trainer(model, rows, output, setting.batch, layout, bf16=setting.bf16, steps=steps)
-    trainer.add_callback(clock)
+    trainer.add_callback(watch)
     trainer.train()
-    times, tokens = clock.seconds(), setting.batch * setting.length
+    times, tokens = watch.clock.seconds(), setting.batch * setting.length
     seconds = statistics.median(times)
-    found: dict[str, Any] = dataclasses.asdict(setting) | {"layout": layout, "backends": clock.backends(config)}
+    found: dict[str, Any] = dataclasses.asdict(setting) | {"layout": layout, "backends": watch.backends(config)}
     del found["peak_flops"]  # below, if it is known
     found |= {"ms": 1e3 * seconds, "least ms": 1e3 * min(times), "most ms": 1e3 * max(times)}
     found |= _costs(config, tokens / seconds, rows.seen(layout), setting)
-    if clock.peak is not None:
-        found["peak memory GB"] = clock.peak / 1e9
+    if watch.peak is not None:
+        found["peak memory GB"] = watch.peak / 1e9
     if setting.compile:
-        if clock.graphs[0] != clock.graphs[-1]:
-            raise RuntimeError(f"{clock.graphs[-1] - clock.graphs[0]} graphs were compiled while steps were timed")
+        if watch.graphs[0] != watch.graphs[-1]:
+            raise RuntimeError(f"{watch.graphs[-1] - watch.graphs[0]} graphs were compiled while steps were timed")
         found["compile seconds"] = calculate_time_spent()["total_wall_time"] - compiling
-        found["graphs"] = clock.graphs[-1] - clock.before
-    return found | ({"waits": clock.waits(), "kernels": kernels(clock.events)} if clock.cuda else {})
+        found["graphs"] = watch.graphs[-1] - watch.before
+    return found | ({"waits": watch.waits(), "kernels": kernels(watch.events)} if watch.cuda else {})
 
 
 def _clear() -> None:
@@ -219,12 +220,11 @@ def _trainer(
     return MetaplasticTrainer(model=model, args=arguments, train_dataset=rows, data_collator=collate)
 
 
-class _Clock(TrainerCallback):
+class _Watch(TrainerCallback):
     """``WARM`` steps to warm up, those that are timed, one more, and one under the profiler."""
 
     def __init__(self, repetitions: int):
-        self.repetitions, self.cuda = repetitions, torch.cuda.is_available()
-        self.ends: list[Any] = []
+        self.repetitions, self.cuda, self.clock = repetitions, torch.cuda.is_available(), Clock()
         self.peak: int | None = None
         self.before, self.graphs = _graphs(), [0]  # compiled so far: before all steps, at the end of each timed one
         self.events: list[Any] = []
@@ -237,7 +237,7 @@ class _Clock(TrainerCallback):
             if self.cuda:
                 torch.cuda.reset_peak_memory_stats()
         if WARM <= step <= WARM + self.repetitions:
-            self.ends.append(self._now())
+            self.clock.mark()
             self.graphs.append(_graphs())
         if step == WARM + self.repetitions and self.cuda:
             torch.cuda.synchronize()
@@ -250,16 +250,6 @@ class _Clock(TrainerCallback):
         if step == WARM + 2 + self.repetitions:
             self._open.close()
             self.events = list(self.profile.events() or [])
-
-    def _now(self) -> Any:
-        if not self.cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def seconds(self) -> list[float]:
-        return [a.elapsed_time(b) / 1e3 if self.cuda else b - a for a, b in itertools.pairwise(self.ends)]
 
     def backends(self, config: MetaplasticConfig) -> list[str]:
         """Those whose operators the profiled step shows; of those that show none, what has run in this process."""

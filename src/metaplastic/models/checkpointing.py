@@ -6,17 +6,25 @@ selective   that, and what is dear to compute; the rest of the block runs again
 
 The gradients are those of ``none``, bit for bit on a CPU. A block that was computed again has spent what was kept:
 under ``selective`` one backward pass is all there is (no ``retain_graph``).
+
+What a block asks of other processes need not be asked again (``keep_answers``): with :func:`once` around it, the second
+run takes what the first one got. So processes that share a sequence do not wait for one another there.
 """
 
+import contextlib
+import contextvars
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from .pretrained import MetaplasticPreTrainedModel
 
 KINDS = ("none", "full", "selective")
+Answer = TypeVar("Answer")
 
 # Dear for its bytes: an element of a matrix product of width D costs 2 D FLOPs, some 1,000 a byte where a GPU does 150
 # in the time in which it moves one; a memory's read-out costs several times that (10 K FLOPs beside the matrix units).
@@ -41,13 +49,67 @@ def checkpoint_activations(model: MetaplasticPreTrainedModel, kind: str) -> None
     """Makes training keep activations as ``kind`` says (see above); decides nothing but time and space."""
     if kind not in KINDS:
         raise ValueError(f"checkpointing must be one of {', '.join(KINDS)}, got {kind!r}")
+    model.checkpointing = kind
     if kind == "none":
         model.activation_checkpointing_disable()
         return
     how: dict[str, Any] = {"use_reentrant": False}
     if kind == "selective":
         how["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
+    if model.answers_kept:
+        how["context_fn"] = functools.partial(_kept, how.get("context_fn"))
     model.activation_checkpointing_enable(how)
+
+
+def keep_answers(model: MetaplasticPreTrainedModel) -> None:
+    """Makes :func:`once` in the blocks of ``model`` do what it says where activations are computed again."""
+    model.answers_kept = True
+    if model.checkpointing is not None:
+        checkpoint_activations(model, model.checkpointing)
+
+
+class _Run:
+    """Around one of the runs of a block: the first notes the answers, every later one reads them from the beginning."""
+
+    def __init__(self, answers: list[Any], first: bool, around: contextlib.AbstractContextManager):
+        self.answers, self.first, self.around, self.read = answers, first, around, 0
+
+    def __enter__(self) -> None:
+        self.read, self._token = 0, _run.set(self)
+        self.around.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        _run.reset(self._token)
+        return self.around.__exit__(*error)
+
+
+_run: contextvars.ContextVar[_Run | None] = contextvars.ContextVar("run of a block", default=None)
+
+
+def once(ask: Callable[[], Answer]) -> Answer:
+    """``ask()``, tensors or tuples of them; what the first run got where a block is computed again."""
+    run = _run.get()
+    if run is None:
+        return ask()
+    if run.first:
+        answer = ask()
+        run.answers.append(_apart(answer))  # a function's output becomes a part of the graph of that run
+        return answer
+    run.read += 1
+    return _apart(run.answers[run.read - 1])
+
+
+def _apart(answer: Any) -> Any:
+    if isinstance(answer, tuple):
+        return tuple(_apart(each) for each in answer)
+    return answer.detach() if isinstance(answer, Tensor) else answer
+
+
+def _kept(contexts: Callable[[], tuple[Any, Any]] | None) -> tuple[_Run, _Run]:
+    """What goes around the two runs of a block, and around what is to be there besides."""
+    first, again = contexts() if contexts else (contextlib.nullcontext(), contextlib.nullcontext())
+    answers: list[Any] = []
+    return _Run(answers, True, first), _Run(answers, False, again)
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

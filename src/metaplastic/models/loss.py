@@ -9,17 +9,22 @@
 ``model.loss_form`` says which. It is no part of a saved model: one that was loaded is plain. **Where the loss is fused,
 a call with labels returns no logits** (``logits`` is None), in training and in evaluation; without labels nothing
 changes.
+
+Where FSDP2 shards the output layer its weight is whole in its own forward pass only: there the loss is computed.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from ..ops import cross_entropy
 
 FORMS = ("auto", "fused", "plain")
+FSDP = "torch.distributed.fsdp"  # where its hooks are from
 
 
 def backend(form: str, head: nn.Module, device: str, dtype: torch.dtype) -> str | None:
@@ -58,11 +63,14 @@ def _way_out(head: nn.Module, device: str, dtype: torch.dtype) -> str:
 
 def _reason_against(head: nn.Module) -> str | None:
     """Only the weight of the output layer is read: what is wrapped around it would be passed by, silently."""
-    if type(head) is not nn.Linear:
-        return f"the output layer is a {type(head).__name__}, expected torch's own Linear (no adapter, not sharded)"
-    if head.bias is not None:
+    if (type(head).__mro__[2] if isinstance(head, FSDPModule) else type(head)) is not nn.Linear:
+        return f"the output layer is a {type(head).__name__}, expected torch's own Linear (no adapter)"
+    if head.bias is not None:  # pyright: ignore[reportAttributeAccessIssue]
         return "the output layer has a bias"
-    return "the output layer has hooks" if head._forward_hooks or head._forward_pre_hooks else None
+    hooks = (*head._forward_hooks.values(), *head._forward_pre_hooks.values())
+    if isinstance(head, FSDPModule):  # its own run, see _with_whole_weight
+        hooks = tuple(hook for hook in hooks if not hook.__module__.startswith(FSDP))
+    return "the output layer has hooks" if hooks or "forward" in vars(head) else None
 
 
 def chosen(form: str, head: Any, x: Tensor) -> str | None:
@@ -91,7 +99,24 @@ def fused(
         shift_labels = F.pad(labels, (0, 1), value=cross_entropy.IGNORED)[..., 1:]
     target = shift_labels.reshape(-1).to(x.device, torch.int64)
     dtype = product_dtype(head, x.device.type)
-    with torch.autocast(x.device.type, enabled=False):
-        total = cross_entropy.summed_cross_entropy(x.flatten(0, 1).to(dtype), head.weight.to(dtype), target, backend)
+
+    def summed(x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            rows = x.flatten(0, 1).to(dtype)
+            return cross_entropy.summed_cross_entropy(rows, head.weight.to(dtype), target, backend)
+
+    total = _with_whole_weight(head, summed, x) if isinstance(head, FSDPModule) else summed(x)
     count: Any = (target != cross_entropy.IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
     return total / (count.to(total.device) if isinstance(count, Tensor) else count)
+
+
+def _with_whole_weight(head: Any, compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """``compute(x)`` as the forward pass of a sharded output layer, around which it gathers its weight.
+
+    Its hooks also see to it that the gradient of the weight is shared out in the backward pass.
+    """
+    head.forward = compute
+    try:
+        return head(x)
+    finally:
+        del head.forward

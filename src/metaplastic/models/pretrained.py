@@ -19,6 +19,8 @@ class MetaplasticPreTrainedModel(PreTrainedModel):
     _no_split_modules = ["MetaplasticBlock"]
     _can_compile_fullgraph = True
     _is_stateful = True
+    checkpointing: str | None = None  # see checkpointing.py
+    answers_kept: bool = False
 
     def post_init(self) -> None:
         super().post_init()

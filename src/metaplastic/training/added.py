@@ -3,16 +3,20 @@ r"""What a shard of a sequence adds to an affine memory, as products of matrices
     c_n = sum_t left_t k_t^n v_{n,t}^T,   n = 1 (and 2 where there is evidence),   left_t = exp(g_{t+1} + ... + g_T)
 
 One product of a head would be tall and thin, and leave most of a GPU idle: tokens are summed in pieces, all side by
-side. Nothing is kept for the backward pass but the inputs, which the operator keeps anyway:
+side. Nothing is kept for the backward pass but the inputs, which the operator keeps anyway (where those are computed
+again, the sums as well: they are as small as a state):
 
     dv_n = c'_n k^n left,   d(k^n left) = v_n c'_n,   and from these dk and dleft                    (c': gradient of c)
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ..models.checkpointing import once
 
 PIECE = 1024  # tokens
 
@@ -26,14 +30,7 @@ class _Added(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, k: Tensor, left: Tensor, *values: Tensor):
         ctx.save_for_backward(k, left, *values)
-        batch, _, heads, keys = k.shape
-        sums = [left.new_zeros(batch, heads, value.shape[-1], keys) for value in values]
-        for part, pieces in _parts(k.shape[1]):
-            power, kept = (_by_head(x[:, part], pieces, left.dtype) for x in (k, left))
-            for total, value in zip(sums, values, strict=True):
-                kept = kept * power
-                total += (_by_head(value[:, part], pieces, left.dtype).transpose(-1, -2) @ kept).sum(1)
-        return tuple(sums)
+        return once(partial(_sums, k, left, values))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -55,6 +52,17 @@ class _Added(torch.autograd.Function):
             _put(found[0][:, part], of_power)
             _put(found[1][:, part], of_kept.sum(-1, keepdim=True) if left.shape[-1] == 1 else of_kept)
         return tuple(found)
+
+
+def _sums(k: Tensor, left: Tensor, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    batch, _, heads, keys = k.shape
+    sums = [left.new_zeros(batch, heads, value.shape[-1], keys) for value in values]
+    for part, pieces in _parts(k.shape[1]):
+        power, kept = (_by_head(x[:, part], pieces, left.dtype) for x in (k, left))
+        for total, value in zip(sums, values, strict=True):
+            kept = kept * power
+            total += (_by_head(value[:, part], pieces, left.dtype).transpose(-1, -2) @ kept).sum(1)
+    return tuple(sums)
 
 
 def _parts(length: int) -> Iterator[tuple[slice, int]]:

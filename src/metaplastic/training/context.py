@@ -30,9 +30,11 @@ from torch import Tensor, nn
 from .. import ops
 from ..layers.mixer import Mixer, enter
 from ..models import MetaplasticForCausalLM, packing
+from ..models.checkpointing import keep_answers
 from ..ops.contract import full_precision, inside_sequences
 from .added import added
-from .exchange import Line, entry_states, flat, from_before, hand_on, taken, unflat
+from .compiled import few_sizes, in_pieces
+from .exchange import Line, entry_states, flat, from_before, hand_on, outside, taken, unflat
 
 IGNORED = -100
 AFFINE = ("palimpsa", "additive")
@@ -76,6 +78,7 @@ def parallelise_context(model: MetaplasticForCausalLM, group: dist.ProcessGroup)
     """
     mixers = mixers_to_cut(model)
     context = Context(Line(group))
+    keep_answers(model)
     widest = 1
     for mixer in mixers:
         mixer.forward = partial(_mix, context, mixer)
@@ -116,18 +119,22 @@ def _cut(context: Context, widest: int, names: list[str], model: Any, args: tupl
     if (labels := given.pop("labels", None)) is not None:
         if offsets is not None:  # nothing is predicted from another sequence
             starts = torch.zeros(length + 1, dtype=torch.bool, device=labels.device)
-            starts = starts.index_fill(0, offsets.to(labels.device, torch.int64), True)[:length]
+            borders = offsets.to(labels.device, torch.int64, non_blocking=True)
+            starts = starts.index_fill(0, borders, True)[:length]
             labels = labels.masked_fill(starts | ~inside_sequences(offsets, length, labels.device), IGNORED)
         targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
     if targets is not None:
-        given.setdefault("num_items_in_batch", (targets != IGNORED).sum())
+        if "num_items_in_batch" not in given:
+            given["num_items_in_batch"] = (targets != IGNORED).sum()
         given["shift_labels"] = targets[:, own].contiguous()
     for name in ("input_ids", "inputs_embeds"):
         if name in given:
             given[name] = given[name][:, own]
     context.border = None
     if offsets is not None:
-        context.border = _border(offsets.to(tokens.device), own)
+        if in_pieces(model):
+            offsets = few_sizes(offsets, tokens.device.type)
+        context.border = _border(offsets.to(tokens.device, non_blocking=True), own)
         given["cu_seqlens"] = (offsets - own.start).clamp(0, own.stop - own.start)
     line.settle()
     return (), given | {"use_cache": False}
@@ -194,12 +201,18 @@ def _exchanged(context: Context, mixer: Mixer, gates: Any, cu_seqlens: Tensor | 
         decay = decay * (border.start < 0)
     left, decay = (left, decay[..., None, :]) if g.dim() == 4 else (left[..., None], decay[..., None, None])
     values = (gates.w, gates.beta) if hasattr(gates, "beta") else (gates.v,)
-    with full_precision(g.device):
-        states = added(gates.k, left, *values)
-    entry = entry_states(context.line, g, decay, states)
+    entry = _told(context.line, g, decay, gates.k, left, values)
     if border is not None:
         entry = [each.where(border.entering[:, None, None, None], 0) for each in entry]
     return mixer.memory_type(*entry)
+
+
+@outside
+def _told(line: Line, g: Tensor, decay: Tensor, k: Tensor, left: Tensor, values: tuple[Tensor, ...]) -> Any:
+    """The entry state, from what every shard adds."""
+    with full_precision(g.device):
+        states = added(k, left, *values)
+    return entry_states(line, g, decay, states)
 
 
 def _handed_on(context: Context, mixer: Mixer, gates: Any, cu_seqlens: Tensor | None) -> Any:

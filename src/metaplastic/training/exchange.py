@@ -7,16 +7,28 @@ A sequence is cut into contiguous shards, shard r on process r. For a memory tha
     l_r = de_r + a_r l_{r+1},   l_R = 0                       backward: all_gather of de, the gradient of e_r on r
     dc_r = l_{r+1},   da_r = <l_{r+1}, e_r>
 
-What is not affine is handed from process to process. A collective is called on every process or it waits for ever, so
-an exchange is in the graph of every process, also where its result is zero.
+What is not affine is handed from process to process. Where activations are computed again nothing is exchanged again
+(``models/checkpointing.py``): else the backward pass of a layer would go up and down the whole line of processes before
+that of the next could begin. A collective is called on every process or it waits for ever, so an exchange is in the
+graph of every process, also where its result is zero. Compiled code is in pieces around every exchange.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from ..models.checkpointing import once
+
+Function = TypeVar("Function", bound=Callable)
+
+
+def outside(function: Function) -> Function:
+    """A function that runs as it is, between two pieces of compiled code."""
+    return torch.compiler.disable(function)  # pyright: ignore[reportReturnType]
 
 
 class Line:
@@ -68,16 +80,19 @@ def entry_states(line: Line, anchor: Tensor, decay: Tensor, states: Sequence[Ten
     return _Entry.apply(line, anchor, decay, *states)  # pyright: ignore[reportReturnType]
 
 
+@outside
 def from_before(line: Line, x: Tensor) -> Tensor:
     """The x of the process before; zeros on the first."""
     return _Shift.apply(line, x)  # pyright: ignore[reportReturnType]
 
 
+@outside
 def hand_on(line: Line, through: Tensor, x: Tensor) -> Tensor:
     """Sends x to the next process; returns ``through``, by which the gradient of x finds its way back."""
     return through if line.last else _HandOn.apply(line, through, x)  # pyright: ignore[reportReturnType]
 
 
+@outside
 def taken(line: Line, anchor: Tensor, like: Tensor) -> Tensor:
     """What the process before hands on; not to be called on the first."""
     return _Taken.apply(line, anchor, like)  # pyright: ignore[reportReturnType]
@@ -95,13 +110,10 @@ def unflat(x: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 class _Entry(torch.autograd.Function):
     @staticmethod
     def forward(ctx, line: Line, anchor: Tensor, decay: Tensor, *states: Tensor):
-        gathered = [unflat(x, (decay, *states)) for x in line.gather(flat((decay, *states)))]
-        entry = [torch.zeros_like(state) for state in states]
-        for a, *c in gathered[: line.rank]:
-            entry = [a * before + own for before, own in zip(entry, c, strict=True)]
+        decays, entry = once(partial(_entry, line, decay, states))
         ctx.line = line
-        ctx.save_for_backward(*(a for a, *_ in gathered), *entry)
-        return tuple(entry)
+        ctx.save_for_backward(*decays, *entry)
+        return entry
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -117,13 +129,22 @@ class _Entry(torch.autograd.Function):
         return None, None, of_decay.sum_to_size(decays[0].shape), *later  # pyright: ignore
 
 
+def _entry(line: Line, decay: Tensor, states: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """The decays of all shards and the states that this one begins with."""
+    gathered = [unflat(x, (decay, *states)) for x in line.gather(flat((decay, *states)))]
+    entry = [torch.zeros_like(state) for state in states]
+    for a, *c in gathered[: line.rank]:
+        entry = [a * before + own for before, own in zip(entry, c, strict=True)]
+    return tuple(a.clone() for a, *_ in gathered), tuple(entry)  # not views, which would hold the states of all
+
+
 class _Shift(torch.autograd.Function):
     @staticmethod
     def forward(ctx, line: Line, x: Tensor):
         ctx.line = line
         if not line.last:
-            line.send(x, line.rank + 1)
-        return torch.zeros_like(x) if line.first else line.receive(x, line.rank - 1)
+            once(partial(line.send, x, line.rank + 1))
+        return torch.zeros_like(x) if line.first else once(partial(line.receive, x, line.rank - 1))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -138,7 +159,7 @@ class _HandOn(torch.autograd.Function):
     @staticmethod
     def forward(ctx, line: Line, through: Tensor, x: Tensor):
         ctx.line, ctx.shape, ctx.options = line, x.shape, {"dtype": x.dtype, "device": x.device}
-        line.send(x, line.rank + 1)
+        once(partial(line.send, x, line.rank + 1))
         return through.view_as(through)
 
     @staticmethod
@@ -152,7 +173,7 @@ class _Taken(torch.autograd.Function):
     @staticmethod
     def forward(ctx, line: Line, anchor: Tensor, like: Tensor):
         ctx.line = line
-        return line.receive(like, line.rank - 1)
+        return once(partial(line.receive, like, line.rank - 1))
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -26,6 +26,9 @@ RUN, RESULTS, TRACKED, CURVES, LOCK = "run.json", "results.json", "tensorboard",
 DATA = "data_sha256"  # in run.json: what the data held
 MODEL = "model_sha256"  # in run.json: what the model it began from was, if it began from one
 TOKENIZER = "tokenizer_sha256"
+MEASURED = ("eval_loss", "eval_perplexity", "tokens_seen", "parameters")  # in every results file
+# What a run writes to folders in which others may keep files of their own.
+WRITTEN = {CURVES: ("index.html", "curves.png", "memory.png"), TRACKED: ("events.out.tfevents.*",)}
 _PLACES = ("files", "data", "model")  # of which it decides by itself whether there are any
 _FACTORS = ("batch_size", "accumulation")
 _PRODUCT = " x ".join(_FACTORS)
@@ -110,8 +113,11 @@ def finished(output: Path) -> dict[str, Any] | None:
         return None
     try:
         found = json.loads(file.read_text())
-        if not isinstance(found, dict) or "measurements" not in found:
+        if not isinstance(found, dict) or not isinstance(found.get("measurements"), dict):
             raise ValueError("no object with measurements")
+        for name in MEASURED:
+            if isinstance(value := found["measurements"].get(name), bool) or not isinstance(value, int | float):
+                raise ValueError(f"measurements.{name} is {str(value)[:60]!r}, expected a number")
     except ValueError as error:
         advice = "delete it, and the same command writes it again"
         raise ValueError(f"output: {file} holds no results ({error}): {advice}") from error
@@ -119,11 +125,20 @@ def finished(output: Path) -> dict[str, Any] | None:
 
 
 def claim(config: TrainConfig, output: Path, hashes: dict[str, str]) -> None:
-    """Makes ``output`` this run's folder. Of what is there, only what a run writes is deleted."""
+    """Makes ``output`` this run's folder. Of what is there, only what a run writes is deleted.
+
+    A checkpoint and ``final`` are one thing each, and go whole; of the other folders what is in ``WRITTEN``.
+    """
     (output / RESULTS).unlink(missing_ok=True)
-    for old in (*checkpoints(output), output / FINAL, output / TRACKED, output / CURVES):
+    for old in (*checkpoints(output), output / FINAL):
         if old.is_dir():
             remove(old)
+    for name, patterns in WRITTEN.items():
+        for file in (file for pattern in patterns for file in (output / name).glob(pattern)):
+            if file.is_file():
+                file.unlink()
+        with contextlib.suppress(OSError):  # there is none, or others have files in it
+            (output / name).rmdir()
     results.write_json(output / RUN, config.decisions() | hashes)
 
 

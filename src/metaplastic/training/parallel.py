@@ -50,12 +50,10 @@ def share(config: TrainConfig) -> Share:
     if world == 1 and config.parallel is not None:
         started = "but one process was started (torchrun --nproc-per-node N -m metaplastic train ...)"
         raise ValueError(f"parallel: got {config.parallel!r}, {started}")
-    if config.parallel == "fsdp2" and config.loss == "fused":
-        raise ValueError("loss: got 'fused', but fsdp2 shards the output layer: leave it out (auto), or take 'plain'")
     if world % config.context_parallel:
         raise ValueError(f"context_parallel: got {config.context_parallel} of {world} processes, expected a divisor")
-    if config.context_parallel > 1 and config.compile:
-        raise ValueError("compile: got True, but context_parallel exchanges states, which is not compiled")
+    if config.context_parallel > 1 and config.compile and config.checkpointing == "selective":
+        raise ValueError("checkpointing: got 'selective', but with compile and context_parallel expected none or full")
     data, rows = world // config.context_parallel, config.batch_size * config.accumulation
     if rows % data:
         product = f"{config.batch_size} x {config.accumulation} = {rows} rows a step"
@@ -258,7 +256,19 @@ class ParallelTrainer(Trainer):
             **{name: getattr(whole, name) for name in names},
         )
 
-    def _get_num_items_in_batch(self, *args, **kwargs) -> Any:
-        """At least one: a step in which nothing is predicted has the loss 0, not 0 / 0. Neighbours count a row once."""
-        count = super()._get_num_items_in_batch(*args, **kwargs)
-        return (count // self.context).clamp(min=1) if isinstance(count, torch.Tensor) else count
+    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Any:
+        """Counted on the host and handed over without waiting for the device.
+
+        At least one: a step in which nothing is predicted has the loss 0, not 0 / 0. Neighbours count a row once.
+        """
+        average, self.args.average_tokens_across_devices = self.args.average_tokens_across_devices, False
+        try:
+            count = super()._get_num_items_in_batch(batch_samples, torch.device("cpu"))
+        finally:
+            self.args.average_tokens_across_devices = average
+        if not isinstance(count, torch.Tensor):
+            return count
+        whole: Any = count.to(device, non_blocking=True)
+        if average and self.args.world_size > 1:
+            whole = self.accelerator.gather(whole)
+        return (whole.sum() // self.context).clamp(min=1)

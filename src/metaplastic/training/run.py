@@ -88,7 +88,7 @@ def _train(config: TrainConfig, output: Path, overwrite: bool) -> dict[str, Any]
     if config.context_parallel > 1:
         mixers_to_cut(model)
     if config.compile:
-        compile_blocks(model)
+        compile_blocks(model, pieces=config.context_parallel > 1)
     with alone(output):
         with first_comes_first():
             if same := holds_this_run(config, output, overwrite and is_first()):

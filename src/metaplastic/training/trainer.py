@@ -115,13 +115,6 @@ class MetaplasticTrainer(SavingTrainer):
         moved: Any = send_to_device({k: x for k, x in inputs.items() if k != "cu_seqlens"}, self.args.device, True)
         return super()._prepare_inputs(moved) | {k: x for k, x in inputs.items() if k == "cu_seqlens"}
 
-    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Any:
-        """Labels are counted where they are; one process hands the number over without waiting."""
-        if self.args.world_size > 1:
-            return super()._get_num_items_in_batch(batch_samples, device)
-        count = super()._get_num_items_in_batch(batch_samples, torch.device("cpu"))
-        return count.to(device, non_blocking=True) if isinstance(count, torch.Tensor) else count
-
     def _track_num_input_tokens(self, inputs: Any) -> None:
         """On the host; Hugging Face's asks all processes after every batch, and waits for the device."""
         if isinstance(inputs, NoRows):
