@@ -10,16 +10,17 @@ import torch.nn.functional as F
 
 from metaplastic.ops import accuracy
 from metaplastic.ops.accuracy import Case
-from metaplastic.ops.bayesian import parallel_backward
+from metaplastic.ops.bayesian import chunked, parallel_backward
 from metaplastic.ops.bayesian.chunked import Plan
 from metaplastic.ops.bayesian.frame import Frame
 from metaplastic.rules.bayesian import rotate
 
 from .emulation import emulated, emulator, needs_compiler  # noqa: F401 (the first two are fixtures)
 
+whole = importlib.import_module("metaplastic.ops.bayesian.cuda")
 cuda = importlib.import_module("metaplastic.ops.bayesian.cuda.backward")
 NAMES = ("q", "k", "v", "g", "process_noise", "observation_noise", "rotation")
-KERNELS = ("open", "mean", "reads", "source", "covariance", "known", "inputs")
+KERNELS = ("open", "careful", "mean", "reads", "source", "covariance", "known", "inputs", "careful")
 
 
 def kept(inputs, mean, covariance, offsets, scale, size=64, turning=False):
@@ -121,15 +122,67 @@ def test_chunks_kept_in_another_order():
         assert a is b is None or torch.equal(a, b)
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(batch=1, length=150, heads=2, key_size=8, offsets=(0, 66, 70, 150), noise_groups=2),
+        Case(batch=2, length=100, heads=1, key_size=8, decay="mixed"),
+    ],
+    ids=str,
+)
+def test_the_chunked_backend_elsewhere(case):
+    """What it does on devices that are no CPU, in float32, done on one."""
+    inputs = accuracy.example("bayesian", case, torch.float32)
+    given = [None if n not in inputs else inputs[n].detach() for n in NAMES]
+    states = [x.detach() for x in inputs["initial_state"]]
+    offsets = None if case.offsets is None else torch.tensor(case.offsets)
+    output, variance, *finals = chunked._filter(*given, *states, offsets, case.scale, True, True)
+    final, kept = finals[:2], finals[2:]
+    source = torch.Generator().manual_seed(1)
+    weights = [torch.randn(x.shape, generator=source) for x in (output, variance, *final)]
+    found = chunked.all_at_once(*weights, given, *states, kept, Plan(*given, offsets, case.scale), case.scale)
+    double = [None if x is None else x.double() for x in (*given, *states, *weights)]
+    *exact, mean, covariance = double[:9]
+    kept = chunked._filter(*exact, mean, covariance, offsets, case.scale, True, True)[4:]
+    expected = chunked._adjoint(*double[9:], *exact, mean, covariance, *kept, offsets, case.scale)
+    for x, y in zip(found, expected, strict=True):
+        assert ((x.double() - y).norm() <= 3e-6 * y.norm()).item()
+
+
+@pytest.mark.parametrize("apply", [whole.apply, chunked.apply], ids=["cuda", "chunked on a CPU"])
+def test_float32_is_exact_with_one_key(apply):
+    """Throughout, at a noise of 1e-3 of the prior variance, forgotten a little or not at all."""
+    source = torch.Generator().manual_seed(0)
+    k = F.normalize(torch.randn(1, 1, 1, 16, generator=source), dim=-1).expand(1, 200, 1, 16)
+    q = torch.where(torch.arange(200)[:, None, None] % 2 == 0, k, torch.randn(1, 200, 1, 16, generator=source))
+    v, dy = (torch.randn(1, 200, 1, 16, generator=source) for _ in range(2))
+    for g, process in ((0.0, 0.0), (-1e-3, 2e-3)):
+        gates = [torch.full((1, 200, 1), x) for x in (g, process, 1e-3)]
+        given = [q, k, v, *gates, None, torch.zeros(1, 1, 16, 16), torch.eye(16).expand(1, 1, 16, 16)]
+
+        def run(apply, dtype, given=given):
+            leaves = [None if x is None else x.to(dtype).clone().requires_grad_() for x in given]
+            output, _, *states = apply(*leaves, None, 1.0, False)
+            wanted = [x for x in leaves if x is not None]
+            return [output, *states, *torch.autograd.grad((output * dy.to(dtype)).sum(), wanted)]
+
+        pairs = zip(run(apply, torch.float32), run(chunked.apply, torch.float64), strict=True)
+        errors = [((x.double() - y).norm() / y.norm()).item() for x, y in pairs]
+        assert max(errors) < 1e-3, errors
+
+
 def build(emulator, keys, values):  # noqa: F811
     """All kernels, some at a time: the compiler is what takes long here."""
 
     def one(name):
-        columns = {"BLOCK_COLUMNS": cuda.BLOCK_COLUMNS} if name == "mean" else {}
-        return emulator(cuda.FOLDER, f"backward_{name}", 0, KEYS=keys, VALUES=values, **columns)
+        more = {"mean": {"BLOCK_COLUMNS": cuda.BLOCK_COLUMNS}, "early": {"LAST_STEP": 0}, "late": {"LAST_STEP": 1}}.get(
+            name, {}
+        )
+        name = "careful" if "LAST_STEP" in more else name
+        return emulator(cuda.FOLDER, f"backward_{name}", 0, KEYS=keys, VALUES=values, **more)
 
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-        list(pool.map(one, KERNELS))
+        list(pool.map(one, ({*KERNELS} - {"careful"}) | {"early", "late"}))
 
 
 def check(worst, inexact=4e-3, exact=1e-5):
@@ -165,6 +218,30 @@ def test_kernels_with_a_small_noise(emulated, emulator):  # noqa: F811
         inputs["observation_noise"].fill_(1e-3)
         inputs["initial_state"].mean.zero_()
         inputs["initial_state"].covariance.copy_(torch.eye(16))
+    check(errors(inputs, case, torch.bfloat16), exact=2e-3)
+
+
+@needs_compiler
+@pytest.mark.parametrize("decay", ["none", "coupled", "mixed"])
+def test_kernels_with_one_key(emulated, emulator, decay):  # noqa: F811
+    """One key throughout at a noise of 1e-3 of the prior variance: the first token tells most of all."""
+    build(emulator, 64, 64)
+    offsets = (0, 40, 150)
+    case = Case(batch=1, length=150, heads=1, key_size=16, value_size=16, offsets=offsets, variance=False, final=False)
+    inputs = accuracy.example("bayesian", case, torch.bfloat16)
+    with torch.no_grad():
+        inputs["k"].copy_(inputs["k"][:, :1].expand_as(inputs["k"]))
+        inputs["q"][:, ::2] = inputs["k"][:, ::2]
+        if decay == "mixed":
+            inputs["g"].copy_(
+                torch.tensor([0.0, -1e-3, -1e-3, -50.0, 0.0, -1000.0])[torch.arange(150) % 61 // 11][..., None]
+            )
+        else:
+            inputs["g"].fill_(-1e-3 if decay == "coupled" else 0.0)
+        inputs["process_noise"].copy_(-torch.expm1(2 * inputs["g"]) + (1e-4 if decay == "none" else 0.0))
+        inputs["observation_noise"].fill_(1e-3)
+        inputs["initial_state"].mean.zero_()
+        inputs["initial_state"].covariance.copy_(torch.eye(16).expand_as(inputs["initial_state"].covariance))
     check(errors(inputs, case, torch.bfloat16), exact=2e-3)
 
 

@@ -58,3 +58,22 @@ def test_many_tokens(kind, noise, observation, length):
     covariance = found.state.covariance
     assert torch.equal(covariance, covariance.mT)
     assert torch.linalg.eigvalsh(covariance.double()).min() > 0
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_small_noise(packed):
+    """One key throughout at a noise of 1e-3 of the prior variance: outputs, states and gradients within 1e-3."""
+    source = torch.Generator().manual_seed(0)
+    q, k = (keys(kind, 150, source) for kind in ("unit", "repeated"))
+    v, dy = torch.randn(2, 1, 150, 1, 16, dtype=torch.float64, generator=source)
+    gates = [torch.full((1, 150, 1), x, dtype=torch.float64) for x in (0.0, 0.0, 1e-3)]
+    offsets = torch.tensor([0, 3, 70, 70, 148]) if packed else None
+
+    def run(dtype):
+        inputs = [x.to(dtype).requires_grad_() for x in (q, k, v, *gates)]
+        read = ops.bayesian(*inputs, prior_variance=torch.ones(1, dtype=dtype), cu_seqlens=offsets)
+        loss = (read.output * dy).sum() + read.state.mean.sum()
+        return [read.output, *read.state, *torch.autograd.grad(loss, inputs)]
+
+    for found, exact in zip(run(torch.float32), run(torch.float64), strict=True):
+        assert (found.double() - exact).norm() <= 1e-3 * exact.norm()

@@ -70,9 +70,7 @@ BACKENDS: dict[str, dict[str, Backend]] = {
         "fla": Backend("metaplastic.ops.fla:delta", ("cuda",), "fla", False, _HALF, gradients=_FLA_GRADIENTS),
     },
     "bayesian": {
-        "chunked": Backend("metaplastic.ops.bayesian.chunked:apply", (), None, False),
-        "reference": Backend("metaplastic.ops.bayesian.reference:apply", (), None, True),
-        "cuda": Backend(  # by name until it has passed the checks of a device as it stands
+        "cuda": Backend(
             "metaplastic.ops.bayesian.cuda:apply",
             ("cuda",),
             "cuda.bindings",
@@ -81,6 +79,8 @@ BACKENDS: dict[str, dict[str, Backend]] = {
             hardware="metaplastic.ops.nvrtc:too_small",
             kernels="metaplastic.ops.bayesian.cuda.kinds:kernels",
         ),
+        "chunked": Backend("metaplastic.ops.bayesian.chunked:apply", (), None, False),
+        "reference": Backend("metaplastic.ops.bayesian.reference:apply", (), None, True),
     },
 }
 

@@ -44,8 +44,8 @@ def bayesian(
             (``[N, H, G, K, K]`` with groups), symmetric positive definite, in float32 (float64 if q is float64); N is
             B, or the number of packed sequences.
         output_variance: also return the posterior variance of the read-out, without observation noise.
-        cu_seqlens, scale, backend: as in :func:`metaplastic.ops.palimpsa`; backends are "chunked", "reference"
-            and, on NVIDIA GPUs and by name only, "cuda".
+        cu_seqlens, scale, backend: as in :func:`metaplastic.ops.palimpsa`; backends are "cuda" (NVIDIA GPUs from
+            compute capability 9.0), "chunked" and "reference".
 
     Returns:
         :class:`MemoryRead`: output ``[B, T, H, V]`` in q's dtype; variance ``[B, T, H]`` (``[B, T, H, G]``) in float32
@@ -96,7 +96,8 @@ def bayesian(
         mean, covariance = initial_state
         contract.check_finite(op, "initial_state.mean", mean)
         _check_covariance(covariance)
-        covariance = (covariance + covariance.mT) / 2  # its gradient is symmetric, whatever the backend
+        if not (length == 1 and covariance.is_cuda and not torch.is_grad_enabled()):  # decoding keeps its symmetry
+            covariance = (covariance + covariance.mT) / 2  # its gradient is symmetric, whatever the backend
     if backend != "reference":
         inputs = (q, k, v, g, process_noise, observation_noise, rotation, mean, covariance)
         contract.refuse_forward_mode(op, *inputs)

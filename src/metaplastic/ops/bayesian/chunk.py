@@ -54,6 +54,7 @@ class Gradients(NamedTuple):
     k: Tensor
     v: Tensor
     log_decay: Tensor  # [..., C, K], without what passes through the noise
+    known: Tensor  # of A's diagonal, which alone has a token's observation noise in it
     noise: Noise
     mean: Tensor
     covariance: Tensor
@@ -75,15 +76,16 @@ def symmetric(x: Tensor) -> Tensor:
 class Chunk:
     """k ``[n, H, G, C, K]``, v ``[n, H, G, C, V / G]``, mean ``[n, H, G, K, V / G]``, covariance ``[n, H, G, K, K]``.
 
-    Queries q ``[n, H, 1, C, K]`` are shared by the groups. ``whitening``: L^-1, if it is known already. The covariance
-    may be in a wider dtype than all else; then so is what rounding would do lasting harm to. A key that is seen again
-    and again leaves P k tiny beside a P that goes on growing: in float32 every token would write rounding errors of P
-    along directions that no token corrects.
+    Queries q ``[n, H, 1, C, K]`` are shared by the groups. ``whitening``: L^-1, if it is known already, or, to
+    ``refine``, known about as exactly as in float32. The covariance may be in a wider dtype than all else; then so is
+    what rounding would do lasting harm to. A key that is seen again and again leaves P k tiny beside a P that goes on
+    growing: in float32 every token would write rounding errors of P along directions that no token corrects.
     """
 
     def __init__(
-        self, k: Tensor, v: Tensor, decay: Decay, noise: Noise, mean: Tensor, covariance: Tensor, whitening=None
-    ):
+        self, k: Tensor, v: Tensor, decay: Decay, noise: Noise, mean: Tensor, covariance: Tensor, whitening=None,
+        *, refine: bool = False,
+    ):  # fmt: skip
         self.k, self.v, self.decay, self.noise, self.mean = k, v, decay, noise, mean
         self.wide, self.covariance = covariance, covariance.to(k.dtype)
         # Products with a triangle of ones: at this size several times as fast as tril.
@@ -93,18 +95,37 @@ class Chunk:
         spread = self.entered.to(covariance.dtype) @ covariance  # W
         self.spread = spread.to(k.dtype)
         self.gathered = noise.times(k)  # y
-        if whitening is None:
+        if whitening is None or refine:
             known = self._mirrored(self.spread @ self.entered.mT + decay.pairs(k, self.gathered))
-            identity = torch.eye(k.shape[-2], dtype=k.dtype, device=k.device)
-            factor, info = torch.linalg.cholesky_ex(known + identity)
-            # An observation noise below what this dtype resolves shows as NaN instead of a plausible wrong number.
-            factor = factor.where((info == 0)[..., None, None], torch.nan)
-            # Its pivots are at least 1, so the inverse is safe, and products are faster than solves.
-            whitening = torch.linalg.solve_triangular(factor, identity.expand_as(factor), upper=False)
+            whitening = self._whitening(known, whitening)
         self.whitening = whitening
         self.innovation = whitening @ (v - self.entered @ mean)  # e
         gain = whitening.to(spread.dtype) @ (decay.last * spread + decay.tail * self.gathered)  # U
         self.gain = gain.to(k.dtype)
+
+    def _whitening(self, known: Tensor, near: Tensor | None) -> Tensor:
+        """L^-1 of 1 + ``known``, from one that is ``near`` if there is one."""
+        identity = torch.eye(known.shape[-1], dtype=known.dtype, device=known.device)
+        if near is None:
+            factor, info = torch.linalg.cholesky_ex(known + identity)
+            # An observation noise below what this dtype resolves shows as NaN instead of a plausible wrong number.
+            factor = factor.where((info == 0)[..., None, None], torch.nan)
+            # Its pivots are at least 1, so the inverse is safe, and products are faster than solves.
+            return torch.linalg.solve_triangular(factor, identity.expand_as(factor), upper=False)
+        half = self.strictly_lower + identity / 2
+        for _ in range(3):  # L^-1 A L^-T = 1 + E, whose factor is 1 + E's lower triangle, the diagonal halved, to E^2
+            near = near - ((near @ (known + identity) @ near.mT - identity) * half) @ near
+        return near
+
+    def hard(self) -> bool:
+        """Whether float32 is too little: a token is far less certain than its noise, then A is 1 + something large and
+        L^-1 takes large numbers from each other, or far more certain than the least certain key is, then W does."""
+        if self.k.numel() == 0:
+            return False
+        own = (self.entered * self.spread).sum(-1)
+        most = self.covariance.diagonal(dim1=-2, dim2=-1).amax(-1, keepdim=True)
+        certain = own < 1e-3 * most * self.entered.square().sum(-1)
+        return bool((own + (self.k * self.gathered).sum(-1) > 64).any() or certain.any())
 
     def _mirrored(self, x: Tensor) -> Tensor:
         """The symmetric matrix with the lower triangle of x."""
@@ -184,6 +205,7 @@ class Chunk:
             dk,
             d_residual,
             log_decay.flip(-2).cumsum(-2).flip(-2),
+            d_known.diagonal(dim1=-2, dim2=-1),
             self._noise_gradient(q, d_gathered, reads, d_covariance),
             decay.last.mT * d_mean + entered_q.mT @ d_output - self.entered.mT @ d_residual,
             symmetric(d_entry),

@@ -1,6 +1,10 @@
 """The chunked backend: the exact chunk form (``chunk.py``) in plain PyTorch, on any device, chunk after chunk.
 
-For the backward pass the entry state and the inverse Cholesky factor of every chunk are kept, all else is recomputed.
+For the backward pass the entry state and the inverse Cholesky factor of every chunk are kept, all else is recomputed:
+on a CPU chunk after chunk, elsewhere, where starting small kernels is what takes long, in the batched products of
+:mod:`metaplastic.ops.bayesian.parallel_backward`.
+
+On a CPU what float32 is too little for (:meth:`Chunk.hard`) is done in float64.
 """
 
 import torch
@@ -9,32 +13,22 @@ from torch import Tensor
 
 from ...rules import bayesian as rule
 from ..chunks import Chunks, chunk_size
-from ..contract import compute_dtype, full_precision, read_offsets
+from ..contract import compute_dtype, full_precision
 from . import check_values
+from .call import Call
+from .chunk import Chunk
 from .custom import differentiable
 from .frame import Frame, Inputs
+from .parallel_backward import Saved, Table, adjoint
 
 Optional = Tensor | None
 
 
-class Plan:
-    """How one call is cut: inputs in the compute dtype, chunks, groups, and room for what the backward needs."""
+class Plan(Call):
+    """A call, and how it is cut into chunks one after another."""
 
     def __init__(self, q, k, v, g, process_noise, observation_noise, rotation, cu_seqlens, scale):
-        self.offsets = read_offsets("bayesian", cu_seqlens, q.shape[1])
-        self.dtype = compute_dtype(q)
-        self.rows = q.shape[0] if self.offsets is None else len(self.offsets) - 1
-        self.heads, self.keys, self.values = q.shape[2], q.shape[3], v.shape[3]
-        self.grouped = observation_noise.dim() == 4
-        self.groups = observation_noise.shape[3] if self.grouped else 1
-        self.scale = scale
-        self.paired = rotation is not None and g.dim() == 4  # one decay for both keys of a pair
-        if self.paired:
-            g = g.repeat_interleave(2, -1)
-        per_head = (x if x.dim() == 4 else x[..., None] for x in (g, process_noise))
-        noise = observation_noise if self.grouped else observation_noise[..., None]
-        self.inputs = [x.to(self.dtype) for x in (q, k, v, *per_head, noise)]
-        self.rotation = None if rotation is None else rotation.to(self.dtype)
+        super().__init__(q, k, v, g, process_noise, observation_noise, rotation, cu_seqlens, scale)
         size = self.size(self.rows, self.heads, self.keys, g.dim() == 4, q.device)
         self.chunks = Chunks(q.shape[0], q.shape[1], self.offsets, size, q.device)
 
@@ -43,33 +37,15 @@ class Plan:
         # Per key the pairwise decays are [K, C, C].
         return chunk_size(rows * heads * keys * (16 if per_key else 1), device, 16 if per_key else 64)
 
-    def take(self, c: int) -> Inputs:
-        q, k, v, g, process, observation = (self.chunks.take(x, c).transpose(1, 2) for x in self.inputs)
-        noise = observation.mT[..., None]  # [n, H, G, C, 1]
-        if self.offsets is not None:  # beyond a sequence's end everything is 0, an identity if the noise is positive
-            noise = noise.where(noise > 0, 1)
-        return Inputs(
-            (q * self.scale)[:, :, None],
-            k[:, :, None],
-            v.unflatten(-1, (self.groups, -1)).transpose(2, 3),
-            g[:, :, None],
-            process[:, :, None],
-            noise,
-            None if self.rotation is None else self.chunks.take(self.rotation, c).transpose(1, 2)[:, :, None],
-        )
 
-    def put(self, out: Tensor, c: int, value: Tensor) -> None:
-        """``[n, H, 1 or G, C, x]`` into ``[B, T, H, ...]``: the group axis joins the last one."""
-        self.chunks.put(out, c, value.permute(0, 3, 1, 2, 4).reshape(value.shape[0], value.shape[3], *out.shape[2:]))
-
-    def split(self, mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
-        """States with a group axis: ``[N, H, G, K, V / G]`` and ``[N, H, G, K, K]``, copied."""
-        columns = mean.unflatten(-1, (self.groups, -1)).movedim(-2, 2)
-        return columns.contiguous().clone(), (covariance if self.grouped else covariance[:, :, None]).clone()
-
-    def join(self, mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
-        joined = mean.movedim(2, -2).flatten(-2).contiguous()
-        return joined, covariance if self.grouped else covariance[:, :, 0].contiguous()
+def _enter(given: Inputs, mean: Tensor, covariance: Tensor, whitening: Optional = None) -> tuple[Frame, Chunk]:
+    frame = Frame(given)
+    chunk = frame.enter(mean, covariance, whitening)
+    narrow = given.q.device.type == "cpu" and given.q.dtype != torch.float64
+    if narrow and chunk.hard():
+        frame = Frame(Inputs(*(None if x is None else x.double() for x in given)))  # type: ignore[arg-type]
+        chunk = frame.enter(mean.double(), covariance.double())
+    return frame, chunk
 
 
 @torch.library.custom_op("metaplastic::bayesian_chunked", mutates_args=())
@@ -96,9 +72,8 @@ def _filter(
         kept: list[list[Tensor]] = [[], [], []]
         for c in range(plan.chunks.count):
             rows = plan.chunks.rows(c)
-            frame = Frame(plan.take(c))
             entry = [s[rows] for s in state]
-            chunk = frame.enter(*entry)
+            frame, chunk = _enter(plan.take(c), *entry)
             y, spread = chunk.read(frame.q, output_variance)
             plan.put(output, c, y)
             if spread is not None:
@@ -107,7 +82,7 @@ def _filter(
                 for pieces, x in zip(kept, (*entry, _padded(chunk.whitening, plan.chunks.size)), strict=True):
                     pieces.append(x.to(plan.dtype, copy=True))
             for s, new in zip(state, frame.leave(*chunk.final()), strict=True):
-                s[rows] = new
+                s[rows] = new.to(s.dtype)
         saved = _room(plan, q, v, keep)
         for whole, pieces in zip(saved, kept, strict=True):
             used = sum(len(x) for x in pieces)
@@ -163,11 +138,14 @@ def _adjoint(
     with full_precision(q.device):
         inputs = (q, k, v, g, process_noise, observation_noise, rotation)
         plan = Plan(*inputs, cu_seqlens, scale)
+        if q.device.type != "cpu":
+            kept = means, covariances, whitenings
+            return all_at_once(d_output, d_variance, d_mean, d_covariance, inputs, mean, covariance, kept, plan, scale)
         start = [
             torch.zeros_like(x) if d is None else d.to(x.dtype)
             for x, d in zip((mean, covariance), (d_mean, d_covariance), strict=True)
         ]
-        d_state = plan.split(start[0], start[1])
+        d_state = [x.double() for x in plan.split(start[0], start[1])]
         grads = [x.new_zeros(x.shape) if x is not None else q.new_empty(0) for x in inputs]
         if d_variance is not None and not plan.grouped:
             d_variance = d_variance[..., None]
@@ -176,14 +154,16 @@ def _adjoint(
         for c in reversed(range(plan.chunks.count)):
             rows = plan.chunks.rows(c)
             begin = end - _count(rows, plan.rows)
-            frame = Frame(plan.take(c))
-            length = frame.k.shape[-2]
-            chunk = frame.enter(means[begin:end], covariances[begin:end], whitenings[begin:end, ..., :length, :length])
-            dy = plan.chunks.take(d_output, c).permute(0, 2, 3, 1, 4)
+            given = plan.take(c)
+            length = given.k.shape[-2]
+            frame, chunk = _enter(
+                given, means[begin:end], covariances[begin:end], whitenings[begin:end, ..., :length, :length]
+            )
+            dy = plan.chunks.take(d_output, c).permute(0, 2, 3, 1, 4).to(frame.q.dtype)
             dv = None
             if d_variance is not None:
-                dv = plan.chunks.take(d_variance, c).permute(0, 2, 3, 1)
-            outside = [s[rows] for s in d_state]
+                dv = plan.chunks.take(d_variance, c).permute(0, 2, 3, 1).to(frame.q.dtype)
+            outside = [s[rows].to(frame.q.dtype) for s in d_state]
             inside = frame.return_to(*outside)
             d = chunk.backward(frame.q, dy, dv, *inside)
             found = frame.gradients(chunk, d, *inside)
@@ -191,10 +171,22 @@ def _adjoint(
             for out, value in zip(grads, found, strict=True):
                 if value is not None:
                     plan.put(out, c, value)
-            d_state[0][rows], d_state[1][rows] = d.mean, d.covariance
+            d_state[0][rows], d_state[1][rows] = d.mean.double(), d.covariance.double()
             end = begin
         dq, dk, dv, dg, d_process, d_observation, d_rotation = grads
-        return dq, dk, dv, dg, d_process, d_observation, d_rotation, *plan.join(d_state[0], d_state[1])
+        states = plan.join(*(x.to(plan.dtype) for x in d_state))
+        return dq, dk, dv, dg, d_process, d_observation, d_rotation, *states
+
+
+def all_at_once(d_output, d_variance, d_mean, d_covariance, inputs, mean, covariance, kept, plan: Plan, scale: float):
+    """The same gradients, of all chunks side by side but for the recursions of the states' gradients."""
+    q = inputs[0]
+    table = Table(q.shape[0], q.shape[1], plan.offsets, kept[2].shape[-1], q.device)
+    saved = Saved(*kept, place=table.here(table.by_number()))
+    finals = d_output, d_variance, d_mean, d_covariance
+    found, d_mean, d_covariance = adjoint(*finals, inputs, mean, covariance, saved, plan.offsets, scale)
+    dq, dk, dv, dg, d_process, d_observation, d_rotation = (q.new_empty(0) if x is None else x for x in found)
+    return dq, dk, dv, dg, d_process, d_observation, d_rotation, d_mean, d_covariance
 
 
 def _halved(x: Tensor) -> Tensor:

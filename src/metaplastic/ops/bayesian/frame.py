@@ -59,8 +59,10 @@ class Frame:
         cos, sin = (2 * self.angle).cos(), (2 * self.angle).sin()
         return Noise(torch.stack([mean - half * cos, mean + half * cos], -1).flatten(-2), half * sin)
 
-    def enter(self, mean: Tensor, covariance: Tensor, whitening: Tensor | None = None) -> Chunk:
-        return Chunk(self.k, self.v, self.decay, self.noise, mean, covariance, whitening)
+    def enter(
+        self, mean: Tensor, covariance: Tensor, whitening: Tensor | None = None, *, refine: bool = False
+    ) -> Chunk:
+        return Chunk(self.k, self.v, self.decay, self.noise, mean, covariance, whitening, refine=refine)
 
     def leave(self, mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
         """The state after the chunk, out of the frame."""
@@ -80,7 +82,6 @@ class Frame:
         """From the chunk's gradients to those of :class:`Inputs`; what groups share is summed over them."""
         noise, given = self.step_noise, self.given
         dq, dk, dv = _over_groups(d.q), _over_groups(d.k * self.white), d.v * self.white
-        d_white = (d.k * self.unscaled).sum(-1, keepdim=True) + (d.v * given.v).sum(-1, keepdim=True)
         d_gathered = _over_groups(d.noise.diagonal)
         if self.noise.diagonal.shape[-1] == 1:
             d_gathered = d_gathered.sum(-1, keepdim=True)
@@ -107,7 +108,7 @@ class Frame:
             dk, dq = (rotate(x[..., None], self.angle)[..., 0] for x in (dk, dq))
         if given.process_noise.shape[-1] == 1:
             d_step = d_step.sum(-1, keepdim=True)
-        return [dq, dk, dv, log_decay + d_decay, d_step, -0.5 * self.white**3 * d_white, d_rotation]
+        return [dq, dk, dv, log_decay + d_decay, d_step, self.white**2 * d.known[..., None], d_rotation]
 
     def _turned_noise_gradient(self, d_diagonal: Tensor, d_pair: Tensor) -> tuple[Tensor, Tensor]:
         """Of the angle and of the noise that one step adds, given those of its turned form."""

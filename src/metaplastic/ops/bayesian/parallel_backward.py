@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ...rules.bayesian import rotate
 from ..chunks import budget
+from .call import Call
 from .chunk import Chunk, symmetric
-from .chunked import Plan
 from .frame import Frame
 
 
@@ -97,9 +97,9 @@ class Saved(NamedTuple):
     place: Tensor | None = None  # where each chunk is in them, if not in the order of :class:`Table`
     turning: bool = False  # the states are in a frame that turns with the keys since the sequence's start
 
-    def of(self, chunks: slice, angle: Tensor | None) -> list[Tensor]:
+    def of(self, chunks: slice, angle: Tensor | None, dtype: torch.dtype) -> list[Tensor]:
         at = chunks if self.place is None else self.place[chunks]
-        mean, covariance, whitening = self.means[at], self.covariances[at], self.whitenings[at]
+        mean, covariance, whitening = (x[at].to(dtype) for x in (self.means, self.covariances, self.whitenings))
         if angle is not None:
             angle = angle[chunks, :, None]
             mean, covariance = rotate(mean, angle), rotate(rotate(covariance, angle).mT, angle)
@@ -109,11 +109,13 @@ class Saved(NamedTuple):
 class _Tile:
     """Some chunks, in their frames, as the forward pass left them."""
 
-    def __init__(self, plan: Plan, table: Table, saved: list[Tensor], chunks: slice, d_output: Tensor, d_variance):
+    def __init__(
+        self, plan: Call, table: Table, saved: list[Tensor], chunks: slice, d_output: Tensor, d_variance, refine: bool
+    ):
         inputs = plan.take(chunks)  # type: ignore[arg-type]
         noise = inputs.observation_noise
         self.frame = Frame(inputs._replace(observation_noise=noise.where(noise > 0, 1)))  # beyond the end: 0
-        self.chunk: Chunk = self.frame.enter(*saved)
+        self.chunk: Chunk = self.frame.enter(*saved, refine=refine)
         self.d_output = table.take(d_output, chunks).permute(0, 2, 3, 1, 4)
         self.d_variance = None if d_variance is None else table.take(d_variance, chunks).permute(0, 2, 3, 1)
         self.chunks = chunks
@@ -141,21 +143,23 @@ class _Tile:
 def adjoint(
     d_output: Tensor, d_variance: Tensor | None, d_mean: Tensor | None, d_covariance: Tensor | None,
     inputs: tuple[Any, ...], mean: Tensor, covariance: Tensor, saved: Saved, cu_seqlens: Tensor | None, scale: float,
+    dtype: torch.dtype | None = None,
 ) -> tuple[list[Tensor | None], Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k, v, g, process noise, observation noise and rotation, of the initial mean and covariance.
 
-    ``mean`` and ``covariance`` are the initial ones (only their shapes are read); the rest is as in ``chunked.py``.
+    ``mean`` and ``covariance`` are the initial ones (only their shapes are read); ``dtype`` is that of products, if
+    not the compute dtype; the rest is as in ``chunked.py``.
     """
     q, k, v, g, process_noise, observation_noise, rotation = inputs
-    plan = Plan(q, k, v, g, process_noise, observation_noise, rotation, cu_seqlens, scale)
+    plan = Call(q, k, v, g, process_noise, observation_noise, rotation, cu_seqlens, scale, dtype)
     size = saved.whitenings.shape[-1]
     table = Table(q.shape[0], q.shape[1], plan.offsets, size, q.device)
-    plan.chunks = table  # type: ignore[assignment]
+    plan.chunks = table
     states = [
         x.new_zeros(x.shape) if d is None else d.to(x.dtype)
         for x, d in zip((mean, covariance), (d_mean, d_covariance), strict=True)
     ]
-    state = list(plan.split(*states))
+    state = [x.to(plan.dtype) for x in plan.split(*states)]
     state[1] = symmetric(state[1])
     if d_variance is not None:
         d_variance = (d_variance if plan.grouped else d_variance[..., None]).to(plan.dtype)
@@ -168,8 +172,10 @@ def adjoint(
 
     before = table.angles(plan.rotation) if saved.turning and plan.rotation is not None else None
 
+    refine = saved.whitenings.dtype != plan.dtype
+
     def tile(chunks: slice) -> _Tile:
-        return _Tile(plan, table, saved.of(chunks, before), chunks, d_output, d_variance)
+        return _Tile(plan, table, saved.of(chunks, before, plan.dtype), chunks, d_output, d_variance, refine)
 
     def room(*shape: int) -> Tensor:
         return q.new_empty((table.count, plan.heads, plan.groups, *shape), dtype=plan.dtype)
@@ -207,7 +213,8 @@ def adjoint(
         for out, value in zip(grads, found, strict=True):
             if out is not None:
                 plan.put(out, chunks, value)  # type: ignore[arg-type]
-    return grads, *plan.join(state[0], state[1])
+    d_mean, d_covariance = plan.join(state[0], state[1])
+    return grads, d_mean.to(mean.dtype), d_covariance.to(mean.dtype)
 
 
 class _Walk(NamedTuple):

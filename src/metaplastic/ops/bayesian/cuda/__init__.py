@@ -1,6 +1,9 @@
 """The CUDA backend as custom ops: kernels compiled at run time, one file per pass.
 
-Of more than 256 keys P is too large for a multiprocessor however it is cut: there the chunked backend's products run.
+The kernels are for 16-bit inputs. float32 ones are for who wants exactness, which float32 products do not give where a
+key is seen again and again: they go through the chunked backend in float64, whose products these devices make about as
+fast (decoding has a kernel in float32). Of more than 256 keys P is too large for a multiprocessor however it is cut:
+there the chunked backend runs too.
 """
 
 import torch
@@ -14,6 +17,7 @@ from .forward import forward
 from .problem import CHUNK, padded, padded_keys, room
 
 LARGEST_KEYS = 256
+HALF = (torch.bfloat16, torch.float16)
 
 Optional = Tensor | None
 
@@ -76,4 +80,10 @@ _apply = differentiable(_filter, _adjoint)
 
 def apply(q: Tensor, *others) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Output, variance (empty if not asked for), final mean and covariance."""
-    return chunked.apply(q, *others) if q.shape[3] > LARGEST_KEYS else _apply(q, *others)
+    if all(x.dtype in HALF for x in (q, *others[:2])):
+        return chunked.apply(q, *others) if q.shape[3] > LARGEST_KEYS else _apply(q, *others)
+    if q.shape[1] == 1 and q.shape[3] <= LARGEST_KEYS and others[8] is None and not torch.is_grad_enabled():
+        return _apply(q, *others)
+    double = [x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in (q, *others)]
+    output, variance, mean, covariance = chunked.apply(*double)
+    return output.to(q.dtype), variance.float(), mean.float(), covariance.float()

@@ -4,13 +4,15 @@
 
 constexpr int C = 64;  // tokens of a chunk
 constexpr int WIDE = KEYS > VALUES ? KEYS : VALUES;
+// Of a token over its noise, were its key the least known one: beyond, backward_careful.cu works on the chunk.
+constexpr float LARGEST_VARIANCE = 64.f;
 constexpr int VECTORS = 5;  // per chunk: decay since the entry, gathered noise, decay to the end, 1 / deviation, noise
 
 // Per chunk and head: by what the split matrices of device memory are to be multiplied (what takes the place of another
 // takes its number too), the same of both entry states, and sums that the decay's gradient needs: dM M0, P0 dP, the
-// trace of dP, dU U (dP and dM are those of the states after the chunk).
+// trace of dP, dU U (dP and dM are those of the states after the chunk); whether backward_careful.cu works on it.
 enum { GAIN, CLOSED, READ, SOURCE = READ, INNOVATION, WEIGHTS, D_RESIDUAL, D_WEIGHTS, PRODUCTS, MEAN, COVARIANCE,
-       WITH_MEAN, WITH_COVARIANCE, TRACE, WITH_GAIN, SCALES = 16 };
+       WITH_MEAN, WITH_COVARIANCE, TRACE, WITH_GAIN, CAREFUL, SCALES = 16 };
 
 template <int COLUMNS> using Exact = Tile<C, COLUMNS, false>;
 

@@ -3,7 +3,8 @@
 bf16 inputs with one decay per head, one noise group and no gradient of the variance have kernels of their own, the five
 steps of :mod:`metaplastic.ops.bayesian.parallel_backward`: ``backward_open.cu``; ``backward_mean.cu``, the recursion of
 the means; ``backward_reads.cu`` and ``backward_source.cu``; ``backward_covariance.cu``, that of the covariances;
-``backward_known.cu`` and ``backward_inputs.cu``. Everything else goes that module's way, in batched products.
+``backward_known.cu`` and ``backward_inputs.cu``. ``backward_careful.cu`` does the first and the last step of single
+chunks in float64. Everything else goes that module's way, in batched products of float64.
 """
 
 from pathlib import Path
@@ -20,6 +21,7 @@ from .problem import ALIGNMENT, CHUNK, cut
 FOLDER = Path(__file__).parent
 LARGEST = 128  # keys and values that the kernels take
 BLOCK_COLUMNS = 64  # values of a block of backward_mean.cu
+CAREFUL_BLOCKS = 96  # of backward_careful.cu, each with a room of its own
 
 Optional = Tensor | None
 
@@ -43,7 +45,7 @@ def backward(
     keys, values = mean.shape[-2], mean.shape[-1] // means.shape[2]
     saved = Saved(means.mT[..., :keys, :values], covariances[..., :keys, :keys], whitenings, turning=True)
     finals = d_output, d_variance, d_mean, d_covariance
-    found, *states = adjoint(*finals, inputs, mean, covariance, saved, offsets, scale)
+    found, *states = adjoint(*finals, inputs, mean, covariance, saved, offsets, scale, torch.float64)
     return *(q.new_empty(0) if x is None else x for x in found), *states
 
 
@@ -101,6 +103,17 @@ class _Backward:
             return self.g.new_zeros((*like.shape[:2], *size))
         return _fit(d, torch.float32, 0, size[1] - d.shape[-1], 0, size[0] - d.shape[-2])
 
+    def _careful(self, d_output: Tensor, known: list, places: list, scales: Tensor, *, later: bool) -> None:
+        """Chunks that 22 bits are too few for, before the recursions or after them."""
+        rooms = min(self.cut.chunks * self.heads, CAREFUL_BLOCKS)
+        size = CHUNK * (8 * self.keys + 3 * self.values + 5 * CHUNK)
+        self._launch(
+            "careful", rooms, self.q, self.k, self.v, d_output, self.g, self.process, self.observation, self.means,
+            self.covariances, self.cut.table, *known, *places, scales,
+            self.q.new_empty((rooms, size), dtype=torch.float64), self.cut.chunks, self.heads, self.scale,
+            LAST_STEP=int(later),
+        )  # fmt: skip
+
     def run(self, d_output, d_mean, d_covariance, mean, covariance) -> tuple[Tensor, ...]:
         keys, values, heads, table = self.keys, self.values, self.heads, self.cut.table
         wide, blocks, scale = max(keys, values), self.cut.chunks * heads, self.scale
@@ -118,6 +131,7 @@ class _Backward:
             self.covariances, self.whitenings, table, gain, closed, read, innovation, weights, vectors, scales, heads,
             scale,
         )  # fmt: skip
+        self._careful(d_output, [None] * 3, [gain, closed, read, innovation, weights, *[None] * 5], scales, later=False)
         d_means, d_innovation = self._new(values, keys), self._split(CHUNK, wide)
         d_first = torch.empty_like(d_mean)
         of_sequences = self.cut.sequences * heads
@@ -129,17 +143,16 @@ class _Backward:
         outside = self.cut.tokens < self.q.shape[0] * self.q.shape[1]
         new = torch.zeros_like if outside else torch.empty_like
         d_weights, products = self._split(CHUNK, CHUNK), self._split(CHUNK, CHUNK)
-        dv, d_white = new(self.v), self._new(CHUNK)
+        dv = new(self.v)
         self._launch(
-            "reads", blocks, self.v, d_output, innovation, weights, self.whitenings, vectors, table, d_innovation,
-            d_weights, products, dv, d_white, scales, heads,
+            "reads", blocks, d_output, innovation, weights, self.whitenings, vectors, table, d_innovation, d_weights,
+            products, dv, scales, heads,
         )  # fmt: skip
         source = read  # its room
         self._launch(
             "source", blocks, self.q, closed, d_weights, products, d_means, self.means, vectors, table, innovation,
             source, scales, heads, scale,
         )  # fmt: skip
-        del d_means
         between, d_initial = weights, torch.empty_like(d_covariance)
         self._launch(
             "covariance", of_sequences, gain, closed, source, self.covariances, vectors, d_covariance, self.cut.first,
@@ -151,12 +164,14 @@ class _Backward:
             innovation, source, scales, heads, scale,
         )  # fmt: skip
         del gain
-        dq, dk, dg, d_process, d_observation = map(new, (self.q, self.k, self.g, self.process, self.observation))
+        found = [new(x) for x in (self.q, self.k, self.g, self.process, self.observation)]
         self._launch(
             "inputs", blocks, self.q, self.k, d_output, self.g, self.means, self.covariances, vectors, products,
-            d_weights, innovation, source, d_innovation, d_white, scales, table, dq, dk, dg, d_process, d_observation,
-            heads, scale,
+            d_weights, innovation, source, d_innovation, scales, table, *found, heads, scale,
         )  # fmt: skip
+        del innovation, d_innovation, d_weights, products
+        self._careful(d_output, [d_means, between, source], [*[None] * 5, *found], scales, later=True)
+        dq, dk, dg, d_process, d_observation = found
         found = [
             d[..., : x.shape[-1]].contiguous() if d.dim() == 4 else d.to(x.dtype).reshape(x.shape)
             for d, x in zip((dq, dk, dv, dg, d_process, d_observation), self.given, strict=True)

@@ -4,7 +4,7 @@
 //     dK = entry dKg + (E R N) K + N J   dN = K J + trace of P at the end
 //     dg = reversed cumulative sum of (K dK + Q dQ - 2 N K J, at the end what the final states add)
 //          + 2 (N - noise) dnoise,       dnoise_t = dN_t + a_{t+1}^2 dnoise_{t+1}
-// in whitened keys. One block per chunk and head.
+// in whitened keys; that of a token's observation noise is dA_tt over the noise. One block per chunk and head.
 #include "backward.cuh"
 
 constexpr int SLICE = 32;
@@ -23,7 +23,7 @@ extern "C" __device__ const int launch_shape[2] = {THREADS, 4 * WORDS};
 extern "C" __global__ void __launch_bounds__(THREADS, 2) backward_inputs(
     const u16* q, const u16* k, const u16* d_output, const float* log_decay, const float* means,
     const float* covariances, const float* vectors, const u16* d_known, const u16* d_crossed, const u16* d_sent,
-    const u16* d_spread, const u16* d_residual, const float* d_white, const float* scales, const i64* table,
+    const u16* d_spread, const u16* d_residual, const float* scales, const i64* table,
     u16* dq, u16* dk, float* dg, float* d_process, float* d_observation, int heads, double scale_) {
     SHARED;
     u32 *left = shared + Exact<KEYS>::words, *middle = left + LEFT, *right = middle + MIDDLE;
@@ -39,6 +39,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) backward_inputs(
     float known_down = number[PRODUCTS], crossed_down = number[D_WEIGHTS], sent_down = number[INNOVATION];
     int most = Part<KEYS>::row() + 32;
 
+    if (number[CAREFUL] != 0.f) return;  // backward_careful.cu does it
     fetch_vectors(entry, at.of(vectors, VECTORS * C));
     Wide dw(left);
     fetch(dw, at.of(d_spread, 2 * C * KEYS));
@@ -235,7 +236,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) backward_inputs(
     if (thread < C) {
         float with_key = sum_of_four(sums), w = white[thread];
         to_decay[thread] += w * with_key;
-        if (valid) d_observation[token] = -.5f * w * w * w * (with_key + at.of(d_white, C)[thread]);
+        Two both = from_memory<C>(da, known_down, thread, thread & ~1);
+        if (valid) d_observation[token] = w * w * (thread & 1 ? both.y : both.x);
     }
     __syncthreads();
     if (thread == 0) {

@@ -143,12 +143,13 @@ struct Peaks {
         largest = largest_of_warp(largest);
         if (threadIdx.x % 32 == 0) at[8 * tile + threadIdx.x / 32] = largest;
     }
-    __device__ __forceinline__ Scale scale(int tile) const {
+    __device__ __forceinline__ float largest(int tile) const {
         float4 x = *(const float4*)(at + 8 * tile);
         float most = largest_of(x);
         if (THREADS > 128) most = larger(most, largest_of(*(const float4*)(at + 8 * tile + 4)));
-        return Scale(most);
+        return most;
     }
+    __device__ __forceinline__ Scale scale(int tile) const { return Scale(largest(tile)); }
 };
 
 // A matrix in shared memory; without a low plane its elements are exact.

@@ -11,7 +11,7 @@ template <int A, int B> constexpr int MOST = A > B ? A : B;
 constexpr int MAIN = MOST<Main::words, 2 * Rows::words>;
 constexpr int ROOM = MOST<MOST<Square::words, Strip::words>, Exact<KEYS>::words>;
 enum { OF_KEYS, OF_QUERIES, OF_COVARIANCE, OF_KEY_SCALES, OF_W, OF_B, OF_X, OF_Z, OF_U, OF_G, OF_F, OF_REST, OF_E,
-       OF_MEAN, TILES = OF_MEAN + KEYS / SLICE };
+       OF_VARIANCES, OF_MEAN, TILES = OF_MEAN + KEYS / SLICE };
 constexpr int WORDS = Exact<KEYS>::words + Square::words + 2 * ROOM + MAIN + 6 * C + 8 * TILES;
 extern "C" __device__ const int launch_shape[2] = {THREADS, 4 * WORDS};
 
@@ -27,7 +27,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) backward_open(
     Peaks peaks(white + C);
     Exact<KEYS> keys(shared), queries(right);
     Square whitening(shared + Exact<KEYS>::words), square(left), scaled(right);
-    float* ratio = (float*)left;
+    float *ratio = (float*)left, *variances = ratio + C * RATIO;
     Place at(table, heads);
     float scale = (float)scale_, *number = at.of(scales, SCALES);
     const float *p = at.of(covariances, KEYS * KEYS), *m = at.of(means, KEYS * VALUES);  // m: [VALUES, KEYS]
@@ -102,9 +102,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) backward_open(
             sent.of_rows(by, [&](int t) { return entry[t] * white[t] * down; });
             sent.each_of([&](int, int, float& x, float& y, int row, int) { x *= by[row], y *= by[row]; });
             peaks.see(OF_W, sent.largest());
+            float most = peaks.largest(OF_COVARIANCE);
+            sent.row_sums(variances, [&](int t, int d, float, float) {  // of a token with the least known key
+                Two key = keys.get(t, d);
+                float by = white[t] * key_down;
+                return (entry[t] * entry[t] * most + gathered[t]) * by * by * (key.x * key.x + key.y * key.y);
+            });
             if (thread == 0) number[COVARIANCE] = of_state.down;
         }
         __syncthreads();
+        peaks.see(OF_VARIANCES, thread < C ? sum_of_four(variances) : 0.f);
         Scale of_spread = peaks.scale(OF_W);
         float added[4];
         sent.of_rows(added, [&](int t) { return tail[t] * gathered[t] * white[t] * key_down; });
@@ -202,7 +209,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) backward_open(
             x = white[t] * (low_bf16(both) - by * x), y = white[t] * (high_bf16(both) - by * y);
         });
         peaks.see(OF_REST, rest.largest());
-        if (thread == 0) number[MEAN] = largest;
+        if (thread == 0) {
+            number[MEAN] = largest;
+            number[CAREFUL] = peaks.largest(OF_VARIANCES) > LARGEST_VARIANCE ? 1.f : 0.f;
+        }
         __syncthreads();
         rest.to(residual, peaks.scale(OF_REST));
         __syncthreads();

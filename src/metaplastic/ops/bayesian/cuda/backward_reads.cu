@@ -17,8 +17,8 @@ constexpr int WORDS = LEFT + MAIN + SIDE + Square::words + 4 * C + 8 * TILES + C
 extern "C" __device__ const int launch_shape[2] = {THREADS, 4 * WORDS};
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2) backward_reads(
-    const u16* v, const u16* d_output, const u16* innovation, const u16* weights, const float* whitenings,
-    const float* vectors, const i64* table, u16* d_innovation, u16* d_weights, u16* products, u16* dv, float* d_white,
+    const u16* d_output, const u16* innovation, const u16* weights, const float* whitenings,
+    const float* vectors, const i64* table, u16* d_innovation, u16* d_weights, u16* products, u16* dv,
     float* scales, int heads) {
     SHARED;
     u32 *left = shared, *middle = left + LEFT, *side = middle + MAIN, *corner = side + SIDE;
@@ -105,16 +105,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) backward_reads(
     __syncthreads();
     x.to_memory(at.of(products, 2 * C * C), number + PRODUCTS, peaks.scale(OF_H));
     d_residual.to_memory(at.of(d_innovation, 2 * C * WIDE), number + D_RESIDUAL, peaks.scale(OF_DV), v_down);
-    const u16* from = at.tokens_of(v, VALUES);
     u16* to = at.tokens_of(dv, VALUES);
-    d_residual.row_sums(sums, [&](int t, int c, float a, float b) {
-        if (t >= at.tokens) return 0.f;
-        i64 place = (i64)t * heads * VALUES + c;
-        u32 both = *(const u32*)(from + place);
-        a *= v_down, b *= v_down;
-        *(u32*)(to + place) = pack_bf16(white[t] * a, white[t] * b);
-        return a * low_bf16(both) + b * high_bf16(both);
+    d_residual.each([&](int t, int c, float a, float b) {
+        float by = white[t] * v_down;
+        if (t < at.tokens) *(u32*)(to + (i64)t * heads * VALUES + c) = pack_bf16(by * a, by * b);
     });
-    __syncthreads();
-    if (thread < C) at.of(d_white, C)[thread] = sum_of_four(sums);
 }

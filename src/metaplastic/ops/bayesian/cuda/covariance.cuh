@@ -7,8 +7,10 @@
 // after another, while the others take the last block out of B, out of the rest of A and out of P. With its three
 // neighbours, which also load the next chunk, it makes the first block, before the others have the rest of A.
 // WIDE: a warp has twice 16 rows, whose P it reads and updates in memory, and nothing is loaded ahead.
+// Marks heads that have a chunk which float32 is too little for; with CAREFUL it is their turn, and such a chunk gets U
+// by the helpers, in float64 (covariance_careful.cuh).
 #pragma once
-#include "shapes.cuh"
+#include "covariance_careful.cuh"
 
 // Of a symmetric 16 x 16 block (its lower triangle) the inverse X of its Cholesky factor, by one warp: elimination with
 // pivots of 4 x 4, which every lane factors by itself. Lane: a row and every second column.
@@ -57,13 +59,12 @@ __device__ __forceinline__ void factor(const float* A, float* X, int lane) {
     }
 }
 
-enum { ALL = 1, HELPERS = 2, HOLDERS = 3 };  // who meets
-
 struct CovarianceMemory {  // in words
     static constexpr int KEY = 0, KNOWN = KEY + BUFFERS * C * KEY_ROW, VECTOR = KNOWN + BUFFERS * C * ROW;
     static constexpr int FACTOR = VECTOR + 2 * VECTORS, SPREAD = FACTOR + C * ROW;
     static constexpr int GAIN = WIDE ? SPREAD : SPREAD + C * SPREAD_ROW;  // W is no longer needed where U begins
-    static constexpr int PART = GAIN + KEYS * ROW, BARRIER = PART + 4 * 256, WORDS = BARRIER + 4;
+    static constexpr int PART = GAIN + KEYS * ROW, BARRIER = PART + 4 * 256, CERTAIN = BARRIER + 4, EXACT = CERTAIN + 4;
+    static constexpr int WORDS = EXACT + (WIDE || !CAREFUL ? 0 : 2 * CAREFUL_ROOM);
 };
 
 // Tiles of 16 x 8 of W K^T: rows of tile `i`, columns from tile `n0` on; STEPS times 8 inner indices from 8 `from` on.
@@ -120,10 +121,18 @@ __device__ __forceinline__ void filter_covariance(u32* shared, const Scan& scan,
     float* const spread = (float*)(shared + At::SPREAD);
     float* const gain = (float*)(shared + At::GAIN);
     u64* const full = (u64*)(shared + At::BARRIER);  // of both buffers
+    // Not the three that only load: with warps that meet again at once racecheck loses count.
+    auto meet_to_factor = [](int J) {
+        if (J < 3) meet(FACTORING, 32 * (MAIN + 1));
+        else meet(ALL, THREADS);
+    };
+    volatile int* const certain = (int*)(shared + At::CERTAIN);  // whether a chunk was careful
+    if (threadIdx.x == 0) *certain = 0;
     auto slot = [&](i64 c) { return c * streams + stream; };
     auto odd = [&](i64 c) { return (int)(c - begin) & 1; };
     auto keys_of = [&](i64 c) { return shared + At::KEY + odd(c) % BUFFERS * C * KEY_ROW; };
     auto known_of = [&](i64 c) { return (float*)(shared + At::KNOWN) + odd(c) % BUFFERS * C * ROW; };
+    float* const final = scan.final_covariance + (i64)item * KEYS * KEYS;
     auto vectors_of = [&](i64 c) { return (float*)(shared + At::VECTOR) + odd(c) * VECTORS; };
 
     if (warp >= MAIN) {
@@ -143,6 +152,15 @@ __device__ __forceinline__ void filter_covariance(u32* shared, const Scan& scan,
             copy_in(known_of(c), scan.known + slot(c) * C * ROW, 4 * C * ROW, arrived);
             copy_in(vectors_of(c), vectors_at(scan, c, stream), 4 * VECTORS, arrived);
             if (FULL) copy_in(keys_of(c), (const float*)scan.keys + slot(c) * C * KEY_ROW, 4 * C * KEY_ROW, arrived);
+        };
+        // In the end, if need be: U once more.
+        auto with_care = [&](i64 c) {
+            if (WIDE || !CAREFUL || !hard(factors, lane)) return;
+            meet(ALL, THREADS);
+            careful_gains((double*)(shared + At::EXACT), scan, slot(c), final, keys_of(c), vectors_of(c), gain,
+                          threadIdx.x - 32 * MAIN);
+            if (threadIdx.x == 32 * MAIN) *certain = 1;
+            copies_may_follow();
         };
         // Its part of the first block of A.
         auto first_block = [&](i64 c) {
@@ -187,8 +205,9 @@ __device__ __forceinline__ void filter_covariance(u32* shared, const Scan& scan,
                     }
                     factor(A + at, factors + at, lane);
                     if (J == 3) copies_may_follow();
-                    meet(ALL, THREADS);
-                    meet(ALL, THREADS);
+                    meet_to_factor(J);
+                    if (J == 3) with_care(c);
+                    meet_to_factor(J);
                 }
             }
             meet(ALL, THREADS);
@@ -207,8 +226,10 @@ __device__ __forceinline__ void filter_covariance(u32* shared, const Scan& scan,
             if (own == 0) copy_out(scan.spreads + slot(c) * C * SPREAD_ROW, spread, 4 * C * SPREAD_ROW);
             first_block(c);
             if (WIDE && own == 0) copies_out_read<0>();
-#pragma unroll 1
-            for (int i = 0; i < 8; i++) meet(ALL, THREADS);
+            meet(ALL, THREADS);
+            with_care(c);
+            if (!CAREFUL && helper == 1 && hard(factors, lane)) scan.hard[item] = 1;
+            meet(ALL, THREADS);
             if (WIDE && c + 1 < end) load(c + 1);
             if (own == 0) {
                 copy_out(scan.factors + slot(c) * C * ROW, factors, 4 * C * ROW);
@@ -228,7 +249,6 @@ __device__ __forceinline__ void filter_covariance(u32* shared, const Scan& scan,
     const int row_tile = warp < 4 ? 3 : warp < 6 ? 2 : 1, tiles = warp == 4 || warp == 5 ? 3 : 2;
     const int first_tile = warp < 4 ? 2 * warp : warp < 6 ? 3 * (warp - 4) : 2 * (warp - 6);
     const float* const entry = scan.covariance + (i64)item * KEYS * KEYS;
-    float* const final = scan.final_covariance + (i64)item * KEYS * KEYS;
     float P[WIDE ? 2 : KEYS / 8][4];
     if (!WIDE && holds(0)) read_rows(P, entry, row_of(0), t);
     if (WIDE && begin == end)
@@ -266,6 +286,12 @@ __device__ __forceinline__ void filter_covariance(u32* shared, const Scan& scan,
                     if (scan.covariances) put_pair(saved + at, x.x, x.y), put_pair(saved + at + 8 * KEYS, y.x, y.y);
                     multiply_keys(kk, Left(x.x, y.x, x.y, y.y));
                 }
+            } else if (CAREFUL && *certain) {
+                write_rows(P, final, d0, t);
+                careful_spread(spread, final, keys, d0, g, t);
+                read_rows(P, final, d0, t);
+                UNROLL for (int n = 0; n < 8; n++) UNROLL for (int x = 0; x < 4; x++)
+                    b[share][n][x] = spread[(8 * n + 2 * t + x % 2) * SPREAD_ROW + d0 + 8 * (x / 2)];
             } else
                 UNROLL for (int kk = 0; kk < KEYS / 8; kk++) multiply_keys(kk, Left(P[WIDE ? 0 : kk]));
             const float last_0 = last_decay(vectors, d0), last_8 = last_decay(vectors, d0 + 8);
@@ -291,7 +317,7 @@ __device__ __forceinline__ void filter_covariance(u32* shared, const Scan& scan,
 #pragma unroll 1
         for (int J = 0; J < 4; J++) {
             const float* const X = factors + 16 * J * ROW + 16 * J;
-            meet(ALL, THREADS);
+            meet_to_factor(J);
             if (J < 3 && warp < 2 * (3 - J)) {  // L below the diagonal block
                 const int i = J + 1 + warp / 2, half = warp % 2 * 8;
                 float x[4];
@@ -299,9 +325,14 @@ __device__ __forceinline__ void filter_covariance(u32* shared, const Scan& scan,
                 float* const to = factors + (16 * i + g) * ROW + 16 * J + half + 2 * t;
                 put_pair(to, x[0], x[1]), put_pair(to + 8 * ROW, x[2], x[3]);
             }
+            const bool careful = CAREFUL && !WIDE && J == 3 && hard(factors, lane);
+            if (careful) {
+                if (holds(0)) write_rows(P, final, row_of(0), t);
+                meet(ALL, THREADS);
+            }
             float u[SHARES][2][4];
             UNROLL for (int share = 0; share < SHARES; share++) {
-                if (!holds(share)) continue;
+                if (!holds(share) || careful) continue;
                 solved(u[share], b[share], factors, J, g, t);
                 UNROLL for (int n = 0; n < 2; n++) {
                     float* const to = gain + row_of(share) * ROW + 16 * J + 8 * n + 2 * t;
@@ -310,7 +341,7 @@ __device__ __forceinline__ void filter_covariance(u32* shared, const Scan& scan,
                 }
             }
             if (J == 3) copies_may_follow();
-            meet(ALL, THREADS);
+            meet_to_factor(J);
             // Blocks (i, k) of A that the factor's warp does not take care of, in halves.
             const int rest = J == 0 ? 10 : J == 1 ? 4 : 0;
 #pragma unroll 1
@@ -320,6 +351,14 @@ __device__ __forceinline__ void filter_covariance(u32* shared, const Scan& scan,
                 float x[4];
                 tile(x, factors + 16 * i * ROW + 16 * J, factors + (16 * k + half) * ROW + 16 * J, g, t);
                 subtract(A + 16 * i * ROW + 16 * k + half, x, g, t);
+            }
+            if (careful) {
+                clear(product);
+                if (!WIDE && holds(0)) {
+                    careful_product(final, gain, row_of(0), g, t);
+                    read_rows(product, final, row_of(0), t);
+                }
+                continue;
             }
             UNROLL for (int share = 0; share < SHARES; share++) {
                 if (!holds(share)) continue;

@@ -106,16 +106,18 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1 + HELD) decode(
     for (int i = 0; i < ROWS; i++) {
         const int row = warp + WARPS * i;
         if (row >= KEYS) continue;
-        const float decay = at[DECAY + row], gain = precision * at[DIRECTION + row];
+        const float decay = at[DECAY + row], along = at[DIRECTION + row];
         UNROLL for (int piece = 0; piece < PIECES; piece++) {
             const int column = 128 * piece + 4 * lane;
             if (column >= KEYS) continue;
             const float4 x = load_row(i, piece), a = four_of(DECAY, piece);
             const float4 u = four_of(DIRECTION, piece);
             auto noise = [&](int i) { return row == column + i ? at[ADDED + row] : 0.f; };
+            auto next = [&](int i, float p, float a, float u) {  // the same at (row, column) and (column, row)
+                return (decay * a) * p - precision * (along * u) + noise(i);
+            };
             *(float4*)(final_covariance + item * KEYS * KEYS + (i64)row * KEYS + column) = {
-                decay * x.x * a.x - gain * u.x + noise(0), decay * x.y * a.y - gain * u.y + noise(1),
-                decay * x.z * a.z - gain * u.z + noise(2), decay * x.w * a.w - gain * u.w + noise(3)};
+                next(0, x.x, a.x, u.x), next(1, x.y, a.y, u.y), next(2, x.z, a.z, u.z), next(3, x.w, a.w, u.w)};
         }
     }
     if (VARIANCE && thread == 0) {

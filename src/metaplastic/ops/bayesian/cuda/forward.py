@@ -130,13 +130,15 @@ def _scan(
     )
     gains = of_chunks(key_size, CHUNK + FILL)
     items = cut.sequences * heads * groups
-    kernel = nvrtc.kernel(FOLDER, "scan", p.device, KEYS=key_size, FULL=int(not p.plain))
-    if blocks := items * (1 + -(-value_size // VALUES_OF_BLOCK)):
-        kernel(
-            blocks, *given, cut.table, cut.first, p.covariance, p.mean, out.factors, out.spreads, gains,
-            out.innovations, out.reads, out.covariances, out.means, out.covariance, out.mean, progress, cut.sequences,
-            heads, groups, value_size,
-        )  # fmt: skip
+    hard = progress[2 * (items + 1) :]
+    for careful in range(1 if key_size > HELD else 2):
+        kernel = nvrtc.kernel(FOLDER, "scan", p.device, KEYS=key_size, FULL=int(not p.plain), CAREFUL=careful)
+        if blocks := items * (1 + -(-value_size // VALUES_OF_BLOCK)):
+            kernel(
+                blocks, *given, cut.table, cut.first, p.covariance, p.mean, out.factors, out.spreads, gains,
+                out.innovations, out.reads, out.covariances, out.means, out.covariance, out.mean,
+                progress[careful * (items + 1) :], hard, cut.sequences, heads, groups, value_size,
+            )  # fmt: skip
     return out
 
 

@@ -42,6 +42,26 @@ __device__ __forceinline__ void multiply_exact(float (&d)[4], const Left& a, flo
 __device__ __forceinline__ void multiply(float (&d)[4], const Left& a, float b0, float b1) {
     multiply_high(d, a, b0 - seen(b0), b1 - seen(b1)), multiply_exact(d, a, b0, b1);
 }
+// In float64, 8 x 8 with inner size 4: lane (g, t) holds a[g][t], b[t][g], d[g][2t], d[g][2t + 1].
+#ifdef EMULATED
+static inline void multiply_double(double (&d)[2], double a, double b) {
+    u32 words[4];
+    memcpy(words, &a, 8), memcpy(words + 2, &b, 8);
+    auto all = emulation::exchange({words[0], words[1], words[2], words[3]});
+    const int row = emulation::current->lane >> 2, column = emulation::current->lane & 3;
+    for (int i = 0; i < 2; i++)
+        for (int x = 0; x < 4; x++) {
+            double left, right;
+            memcpy(&left, all[4 * row + x], 8), memcpy(&right, all[4 * (2 * column + i) + x] + 2, 8);
+            d[i] += left * right;
+        }
+}
+#else
+__device__ __forceinline__ void multiply_double(double (&d)[2], double a, double b) {
+    asm("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0,%1}, {%2}, {%3}, {%0,%1};"
+        : "+d"(d[0]), "+d"(d[1]) : "d"(a), "d"(b));
+}
+#endif
 template <int N> __device__ __forceinline__ void clear(float (&x)[N][4]) {
     UNROLL for (int n = 0; n < N; n++) UNROLL for (int i = 0; i < 4; i++) x[n][i] = 0.f;
 }

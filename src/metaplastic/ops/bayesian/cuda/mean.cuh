@@ -30,7 +30,7 @@ __device__ __forceinline__ void filter_mean(u32* shared, const Scan& scan, int i
     auto buffer = [&](i64 c) { return shared + odd(c) * At::BUFFER; };
     if (threadIdx.x == 0)
         for (int x = 0; x < BUFFERS; x++)
-            barrier_start(full + x, FULL ? 1 : 97), barrier_start(empty + x, columns / 16);
+            barrier_start(full + x, FULL ? 1 : 97), barrier_start(empty + x, 2 * columns);  // of lanes
     __syncthreads();
 
     if (warp >= MAIN) {
@@ -136,8 +136,7 @@ __device__ __forceinline__ void filter_mean(u32* shared, const Scan& scan, int i
                 M[n0 + n][x] = fmaf(decay, M[n0 + n][x], added[n][x]);
             }
         }
-        __syncwarp();
-        if (lane == 0) barrier_arrive(empty + odd(c));
+        barrier_arrive(empty + odd(c));
     }
     UNROLL for (int n = 0; n < KEYS / 8; n++) UNROLL for (int x = 0; x < 4; x++)
         scan.final_mean[entry + (8 * n + 2 * t + (x & 1)) * row + 8 * (x >> 1)] = M[n][x];

@@ -113,9 +113,11 @@ class Problem(NamedTuple):
         return self.g.new_empty(shape)
 
     def progress(self, *, zero: bool) -> Tensor:
-        """For the scan: how much of its work is drawn, and of every head how many chunks are done."""
+        """For the scan, twice: how much of its work is drawn, and of every head how many chunks are done; and of every
+        head whether the second time is for it."""
         make = torch.zeros if zero else torch.empty
-        return make(self.covariance.shape[:3].numel() + 1, dtype=torch.int32, device=self.q.device)
+        items = self.covariance.shape[:3].numel()
+        return make(2 * (items + 1) + items, dtype=torch.int32, device=self.q.device)
 
 
 def prepare(

@@ -2,7 +2,8 @@
 //
 // A block carries the covariance of a head (covariance.cuh), or some columns of its mean (mean.cuh), which follows some
 // chunks behind and reads what the other announces. Blocks draw their work in turn: all covariances are at work or done
-// before the first mean waits for one, however many blocks the device runs at once.
+// before the first mean waits for one, however many blocks the device runs at once. With CAREFUL 1 those heads are done
+// once more that float32 was too little for: what that takes, code that hardly ever runs, would slow all down.
 #include "covariance.cuh"
 #include "mean.cuh"
 
@@ -15,7 +16,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) scan(
     const i64* __restrict__ table, const i64* __restrict__ first, const float* covariance, const float* mean,
     float* factors, float* spreads, float* gains, float* innovations, float* reads, float* covariances, float* means,
     float* final_covariance, float* final_mean,
-    int* progress, int sequences, int heads, int groups, int values_of_group) {
+    int* progress, int* hard, int sequences, int heads, int groups, int values_of_group) {
     SHARED;
     int* const drawn = (int*)(shared + WORDS);
     if (threadIdx.x == 0) *drawn = atomicAdd(progress, 1);
@@ -23,8 +24,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) scan(
     const int ticket = *drawn, items = sequences * heads * groups;
     __syncthreads();
     const Scan all = {queries, keys, values, sent, known, vectors, table, first, covariance, mean, factors, spreads,
-                      gains, innovations, reads, covariances, means, final_covariance, final_mean, progress + 1, heads,
-                      groups, values_of_group};
+                      gains, innovations, reads, covariances, means, final_covariance, final_mean, progress + 1, hard,
+                      heads, groups, values_of_group};
+    if (CAREFUL && !hard[ticket % items]) return;
     if (ticket < items) filter_covariance(shared, all, ticket);
     else filter_mean(shared, all, (ticket - items) % items, (ticket - items) / items);
 }

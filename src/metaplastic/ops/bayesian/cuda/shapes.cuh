@@ -35,6 +35,7 @@ struct Scan {
     float *covariances, *means;            // [slot, ..]: at the entry, if wanted: P [KEYS, KEYS], M^T [values, KEYS]
     float *final_covariance, *final_mean;      // as the entry states
     int *progress;              // [sequence, head, group]: chunks whose covariance is done
+    int *hard;                  // [sequence, head, group]: whether float32 is too little for a chunk
     int heads, groups, values_of_group;
 };
 

@@ -1,0 +1,58 @@
+"""The arguments of one call of the chunked form, taken and put chunk by chunk."""
+
+from typing import Any
+
+from torch import Tensor
+
+from ..contract import compute_dtype, read_offsets
+from .frame import Inputs
+
+
+class Call:
+    """Inputs in the compute dtype (or another one) and groups; who makes one says what its ``chunks`` are."""
+
+    chunks: Any
+
+    def __init__(self, q, k, v, g, process_noise, observation_noise, rotation, cu_seqlens, scale, dtype=None):
+        self.offsets = read_offsets("bayesian", cu_seqlens, q.shape[1])
+        self.dtype = compute_dtype(q) if dtype is None else dtype
+        self.rows = q.shape[0] if self.offsets is None else len(self.offsets) - 1
+        self.heads, self.keys, self.values = q.shape[2], q.shape[3], v.shape[3]
+        self.grouped = observation_noise.dim() == 4
+        self.groups = observation_noise.shape[3] if self.grouped else 1
+        self.scale = scale
+        self.paired = rotation is not None and g.dim() == 4  # one decay for both keys of a pair
+        if self.paired:
+            g = g.repeat_interleave(2, -1)
+        per_head = (x if x.dim() == 4 else x[..., None] for x in (g, process_noise))
+        noise = observation_noise if self.grouped else observation_noise[..., None]
+        self.inputs = [x.to(self.dtype) for x in (q, k, v, *per_head, noise)]
+        self.rotation = None if rotation is None else rotation.to(self.dtype)
+
+    def take(self, c: int) -> Inputs:
+        q, k, v, g, process, observation = (self.chunks.take(x, c).transpose(1, 2) for x in self.inputs)
+        noise = observation.mT[..., None]  # [n, H, G, C, 1]
+        if self.offsets is not None:  # beyond a sequence's end everything is 0, an identity if the noise is positive
+            noise = noise.where(noise > 0, 1)
+        return Inputs(
+            (q * self.scale)[:, :, None],
+            k[:, :, None],
+            v.unflatten(-1, (self.groups, -1)).transpose(2, 3),
+            g[:, :, None],
+            process[:, :, None],
+            noise,
+            None if self.rotation is None else self.chunks.take(self.rotation, c).transpose(1, 2)[:, :, None],
+        )
+
+    def put(self, out: Tensor, c: int, value: Tensor) -> None:
+        """``[n, H, 1 or G, C, x]`` into ``[B, T, H, ...]``: the group axis joins the last one."""
+        self.chunks.put(out, c, value.permute(0, 3, 1, 2, 4).reshape(value.shape[0], value.shape[3], *out.shape[2:]))
+
+    def split(self, mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
+        """States with a group axis: ``[N, H, G, K, V / G]`` and ``[N, H, G, K, K]``, copied."""
+        columns = mean.unflatten(-1, (self.groups, -1)).movedim(-2, 2)
+        return columns.contiguous().clone(), (covariance if self.grouped else covariance[:, :, None]).clone()
+
+    def join(self, mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
+        joined = mean.movedim(2, -2).flatten(-2).contiguous()
+        return joined, covariance if self.grouped else covariance[:, :, 0].contiguous()
