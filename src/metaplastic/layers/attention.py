@@ -5,8 +5,7 @@ r"""Softmax attention with rotary positions: the layer whose memory is not fixed
     o_t = sum_s softmax_s(K^-1/2 q_t . k_s) v_s,   s the real tokens up to t (with a window W: the last W of them)
     y = W_o o
 
-``n`` counts the real tokens of a sequence, so that padding, wherever it stands, changes nothing. ``Rot(n)`` turns the
-pair (i, i + K // 2) by the angle ``n base^(-2 i / K)`` (the halves of Llama; the last dimension of an odd K stays).
+``n`` counts the real tokens of a sequence, so that padding, wherever it stands, changes nothing (``rotary.py``).
 The state holds every key and value read so far, with a window those that the next token can see.
 """
 
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from ..ops.contract import check_finite, read_offsets
 from .mixer import MixerState, enter
 from .options import check_positive, check_sizes
+from .rotary import rotated
 
 _LARGE = 1 << 24  # booleans in a mask
 
@@ -117,7 +117,8 @@ class Attention(nn.Module):
         rows = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         past = None if state is None else self._checked(state.memory, rows, k)
         place = _places(x, past, keep, cu_seqlens)
-        q, k = self._rotate(q, place.position), self._rotate(k, place.position)
+        if self.rotary_base is not None:
+            q, k = rotated((q, k), place.position, self.rotary_base)
         here = AttentionState(k, v, place.position if keep is None else place.position.masked_fill(~keep, -1))
         seen = here if past is None else _join(past, here, packed=cu_seqlens is not None)
         # A compiled layer does not ask how long its input is: it would be compiled anew.
@@ -132,18 +133,6 @@ class Attention(nn.Module):
             return y, None
         kept = self._kept(seen, keep) if cu_seqlens is None else self._kept_packed(past, here, cu_seqlens)
         return y, MixerState(x.new_zeros(rows, 0, 0), kept)
-
-    def _rotate(self, x: Tensor, position: Tensor) -> Tensor:
-        """``x [B, T, heads, K]`` at ``position [B or 1, T]``; angles in float64, or a long text loses its place."""
-        half = x.shape[-1] // 2
-        if self.rotary_base is None or half == 0:
-            return x
-        wide = torch.float32 if x.device.type == "mps" else torch.float64
-        steps = torch.arange(half, device=x.device, dtype=wide) / half
-        angle = position.to(wide)[..., None, None] * self.rotary_base**-steps
-        cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
-        a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-        return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
 
     def _attend(self, q: Tensor, seen: AttentionState, allowed: Tensor | None) -> Tensor:
         """``[B, T, H, V]``; ``allowed [B or 1, T, slots]`` bool, None: causal, the slots being the tokens."""

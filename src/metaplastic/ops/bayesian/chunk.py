@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from ..decay import Decay
+from .key_decay import KeyDecay
 
 
 class Noise(NamedTuple):
@@ -83,7 +84,7 @@ class Chunk:
     """
 
     def __init__(
-        self, k: Tensor, v: Tensor, decay: Decay, noise: Noise, mean: Tensor, covariance: Tensor, whitening=None,
+        self, k: Tensor, v: Tensor, decay: Decay | KeyDecay, noise: Noise, mean: Tensor, covariance: Tensor, whitening=None,
         *, refine: bool = False,
     ):  # fmt: skip
         self.k, self.v, self.decay, self.noise, self.mean = k, v, decay, noise, mean

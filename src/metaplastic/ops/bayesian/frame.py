@@ -12,6 +12,7 @@ from torch import Tensor
 from ...rules.bayesian import rotate
 from ..decay import Decay
 from .chunk import Chunk, Gradients, Noise, swapped, symmetric
+from .key_decay import KeyDecay
 
 
 class Inputs(NamedTuple):
@@ -32,18 +33,18 @@ class Frame:
     def __init__(self, inputs: Inputs):
         self.given = inputs
         self.angle = None if inputs.rotation is None else inputs.rotation.cumsum(-2)
-        self.decay = Decay(inputs.g)
+        self.decay = KeyDecay(inputs.g) if inputs.g.shape[-1] > 1 else Decay(inputs.g)
         self.white = inputs.observation_noise.rsqrt()
         self.q, self.unscaled = self._back(inputs.q), self._back(inputs.k)
         self.k, self.v = self.unscaled * self.white, inputs.v * self.white
         self.step_noise = self._turned_noise()
         self.noise = Noise(
             self.decay.gathered(self.step_noise.diagonal),
-            None if self.step_noise.pair is None else self._pair_decay().gathered(self.step_noise.pair),
+            None if self.step_noise.pair is None else self._of_pairs().gathered(self.step_noise.pair),
         )
 
-    def _pair_decay(self) -> Decay:
-        return Decay(self.given.g[..., ::2]) if self.decay.per_key else self.decay
+    def _of_pairs(self) -> Decay | KeyDecay:
+        return self.decay.of_pairs() if isinstance(self.decay, KeyDecay) else self.decay
 
     def _back(self, x: Tensor) -> Tensor:
         """Turned back: ``x e^{-i angle}`` on every pair."""
@@ -89,7 +90,7 @@ class Frame:
         # N_t = exp(2 g_t) N_{t-1} + noise_t
         d_decay = 2 * (self.noise.diagonal - noise.diagonal) * d_step
         if noise.pair is not None and self.noise.pair is not None and d.noise.pair is not None:
-            d_pair = self._pair_decay().scattered(_over_groups(d.noise.pair))
+            d_pair = self._of_pairs().scattered(_over_groups(d.noise.pair))
             d_decay = d_decay + ((self.noise.pair - noise.pair) * d_pair).repeat_interleave(2, -1)
         log_decay = _over_groups(d.log_decay)
         if not self.decay.per_key:
