@@ -7,8 +7,10 @@ import copy
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -197,16 +199,23 @@ def test_inductor_gives_the_gradients(mixer):
 @pytest.mark.parametrize("how", ["none", "selective"])
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_on_a_device_in_bfloat16(mixer, how):
-    """One graph for every number of documents, and gradients as near to float32's as those of eager steps."""
+    """One graph for every number of documents, and gradients as near to float32's as those of eager steps.
+
+    Errors are those of a weight in all layers and steps: some are two numbers, sums that cancel, of which one alone may
+    be much nearer or farther by chance.
+    """
     model, plain, exact = (build([mixer] * 2, how).cuda() for _ in range(3))
     compile_blocks(model)
+    squares = defaultdict(lambda: torch.zeros(3, dtype=torch.float64))  # of both errors and of the gradient itself
     for borders in ([5, 12], [12], [3, 4, 9], [2, 2, 4, 6, 8, 9, 12]):
         borders = [16 * border for border in borders]
         runs = [step(m, 16 * 12, borders, bf16=m is not exact) for m in (exact, plain, model)]
         (_, true), (_, eager), (_, found) = runs
         for name, gradient in true.items():
-            distance = [float((x[name] - gradient).norm()) for x in (eager, found)]
-            assert distance[1] <= 1.5 * distance[0] + 0.02 * float(gradient.norm()), name
+            parts = (eager[name] - gradient, found[name] - gradient, gradient)
+            squares[re.sub(r"\d+", "", name)] += torch.tensor([float(x.square().sum()) for x in parts])
+    for name, (of_eager, of_compiled, whole) in squares.items():
+        assert of_compiled.sqrt() <= 1.5 * of_eager.sqrt() + 0.02 * whole.sqrt(), name
     assert graphs() == 1 and not counters["graph_break"]
 
 
