@@ -50,8 +50,8 @@ def kept(inputs, mean, covariance, offsets, scale, size=64, turning=False):
     return [torch.cat(x) for x in zip(*states, strict=True)]
 
 
-def errors(inputs, case, dtype, *, turning=True):
-    """Of every gradient, in the Euclidean norm, against the reference in float64."""
+def errors(inputs, case, dtype, *, turning=True, rooms=0):
+    """Of every gradient, in the Euclidean norm, against the reference in float64; ``rooms`` left for more chunks."""
     exact = accuracy.as_reference(inputs) | {"output_variance": case.variance}
     read = accuracy.OPERATORS["bayesian"][0](**exact, backend="reference")
     outputs = [read.output, read.variance if case.variance else None, *(read.state if case.final else (None, None))]
@@ -70,6 +70,7 @@ def errors(inputs, case, dtype, *, turning=True):
     mean, covariance = (x.detach() for x in states)
     real = inputs["g"].dtype
     saved = [x.to(real) for x in kept(given, mean, covariance, offsets, case.scale, turning=turning)]
+    saved = [torch.cat([x, x.new_full((rooms, *x.shape[1:]), torch.nan)]) for x in saved]
     d = [None if w is None else w.to(dtype if i == 0 else real) for i, w in enumerate(weights)]
     own = [None if x is None else inputs[n].detach() for n, x in zip(NAMES, given, strict=True)]
     found = cuda.backward(*d, *own, mean.to(real), covariance.to(real), *saved, offsets, case.scale)
@@ -91,6 +92,7 @@ def errors(inputs, case, dtype, *, turning=True):
             batch=1, length=70, heads=1, key_size=6, noise_groups=2, noise_per_key=True, rotation=True, decay="per key"
         ),
         Case(batch=1, length=150, heads=1, key_size=6, rotation=True, offsets=(0, 140, 150), final=False),
+        Case(batch=1, length=150, heads=1, key_size=6, decay="per key", rotation=True, offsets=(0, 140, 150)),
     ],
     ids=str,
 )
@@ -98,6 +100,30 @@ def test_batched_products(case):
     """Everything the operator knows, and chunks of sequences of any length."""
     worst = errors(accuracy.example("bayesian", case, torch.float64), case, torch.float64)
     assert max(worst.values()) < 1e-12, worst
+
+
+def test_float64_where_float32_is_too_little(monkeypatch):
+    """Of two sequences one has noises a thousandth of the prior variance: its chunks are done in float64, and the room
+    that a forward pass leaves for more chunks is not looked at."""
+    given, found = [], parallel_backward._hard
+    monkeypatch.setattr(parallel_backward, "_hard", lambda *x: given.append(found(*x)) or given[-1])
+    case = Case(
+        batch=1, length=150, heads=1, key_size=16, value_size=16, decay="per key", noise_per_key=True,
+        offsets=(0, 0, 70, 150), variance=False, final=False,
+    )  # fmt: skip
+    inputs = accuracy.example("bayesian", case, torch.bfloat16)
+    with torch.no_grad():
+        inputs["k"].copy_(inputs["k"][:, torch.arange(150) % 8])
+        inputs["q"][:, ::2] = inputs["k"][:, ::2]
+        inputs["g"].fill_(-1e-3)
+        inputs["process_noise"].fill_(2e-3)
+        inputs["observation_noise"].fill_(1.0)[:, 70:] = 1e-3
+        inputs["initial_state"].mean.zero_()
+        inputs["initial_state"].covariance.copy_(torch.eye(16).expand_as(inputs["initial_state"].covariance))
+    check(errors(inputs, case, torch.bfloat16, rooms=3))
+    assert [x.tolist() for x in given] == [[False, False, True, True]]
+    monkeypatch.setattr(parallel_backward, "_hard", lambda *x: found(*x) & False)
+    assert errors(inputs, case, torch.bfloat16)["observation_noise"] > 5e-5  # float32 throughout
 
 
 def test_chunks_kept_in_another_order():

@@ -5,7 +5,6 @@ differences of cumulative sums: exact beside g = -1000, and -inf is allowed.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .chunks import segment_sums
@@ -54,12 +53,3 @@ class Decay:
     @property
     def keys(self) -> int:
         return self.ratio.shape[-3]
-
-
-def crossing(terms: Tensor) -> Tensor:
-    """``terms [..., t, s]`` -> ``[..., u]``: the sum over s < u <= t, what the decay of token u acts on.
-
-    Only sums: where nothing crosses u the result is exactly 0.
-    """
-    later = terms.flip(-2).cumsum(-2).flip(-2)
-    return F.pad(later.cumsum(-1).diagonal(offset=-1, dim1=-2, dim2=-1), (1, 0))

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..contract import compute_dtype, read_offsets
@@ -9,13 +10,13 @@ from .frame import Inputs
 
 
 class Call:
-    """Inputs in the compute dtype (or another one) and groups; who makes one says what its ``chunks`` are."""
+    """Inputs and groups, cast chunk by chunk; who makes one says what its ``chunks`` are."""
 
     chunks: Any
 
-    def __init__(self, q, k, v, g, process_noise, observation_noise, rotation, cu_seqlens, scale, dtype=None):
+    def __init__(self, q, k, v, g, process_noise, observation_noise, rotation, cu_seqlens, scale):
         self.offsets = read_offsets("bayesian", cu_seqlens, q.shape[1])
-        self.dtype = compute_dtype(q) if dtype is None else dtype
+        self.dtype = compute_dtype(q)
         self.rows = q.shape[0] if self.offsets is None else len(self.offsets) - 1
         self.heads, self.keys, self.values = q.shape[2], q.shape[3], v.shape[3]
         self.grouped = observation_noise.dim() == 4
@@ -26,11 +27,15 @@ class Call:
             g = g.repeat_interleave(2, -1)
         per_head = (x if x.dim() == 4 else x[..., None] for x in (g, process_noise))
         noise = observation_noise if self.grouped else observation_noise[..., None]
-        self.inputs = [x.to(self.dtype) for x in (q, k, v, *per_head, noise)]
-        self.rotation = None if rotation is None else rotation.to(self.dtype)
+        self.inputs, self.rotation = (q, k, v, *per_head, noise), rotation
 
-    def take(self, c: int) -> Inputs:
-        q, k, v, g, process, observation = (self.chunks.take(x, c).transpose(1, 2) for x in self.inputs)
+    def take(self, c: Any, dtype: torch.dtype | None = None) -> Inputs:
+        """What belongs to ``c``, in the compute dtype unless another one is given."""
+
+        def part(x: Tensor) -> Tensor:
+            return self.chunks.take(x, c).to(self.dtype if dtype is None else dtype).transpose(1, 2)
+
+        q, k, v, g, process, observation = map(part, self.inputs)
         noise = observation.mT[..., None]  # [n, H, G, C, 1]
         if self.offsets is not None:  # beyond a sequence's end everything is 0, an identity if the noise is positive
             noise = noise.where(noise > 0, 1)
@@ -41,10 +46,10 @@ class Call:
             g[:, :, None],
             process[:, :, None],
             noise,
-            None if self.rotation is None else self.chunks.take(self.rotation, c).transpose(1, 2)[:, :, None],
+            None if self.rotation is None else part(self.rotation)[:, :, None],
         )
 
-    def put(self, out: Tensor, c: int, value: Tensor) -> None:
+    def put(self, out: Tensor, c: Any, value: Tensor) -> None:
         """``[n, H, 1 or G, C, x]`` into ``[B, T, H, ...]``: the group axis joins the last one."""
         self.chunks.put(out, c, value.permute(0, 3, 1, 2, 4).reshape(value.shape[0], value.shape[3], *out.shape[2:]))
 

@@ -57,8 +57,8 @@ class Gradients(NamedTuple):
     log_decay: Tensor  # [..., C, K], without what passes through the noise
     known: Tensor  # of A's diagonal, which alone has a token's observation noise in it
     noise: Noise
-    mean: Tensor
-    covariance: Tensor
+    mean: Tensor | None
+    covariance: Tensor | None
 
 
 def swapped(x: Tensor) -> Tensor:
@@ -84,8 +84,8 @@ class Chunk:
     """
 
     def __init__(
-        self, k: Tensor, v: Tensor, decay: Decay | KeyDecay, noise: Noise, mean: Tensor, covariance: Tensor, whitening=None,
-        *, refine: bool = False,
+        self, k: Tensor, v: Tensor, decay: Decay | KeyDecay, noise: Noise, mean: Tensor, covariance: Tensor,
+        whitening: Tensor | None = None, *, refine: bool = False,
     ):  # fmt: skip
         self.k, self.v, self.decay, self.noise, self.mean = k, v, decay, noise, mean
         self.wide, self.covariance = covariance, covariance.to(k.dtype)
@@ -154,12 +154,13 @@ class Chunk:
         return output, before - weights.square().sum(-1).to(q.dtype)
 
     def backward(
-        self, q: Tensor, d_output: Tensor, d_variance: Tensor | None, d_mean: Tensor, d_covariance: Tensor
-    ) -> Gradients:
+        self, q: Tensor, d_output: Tensor, d_variance: Tensor | None, d_mean: Tensor, d_covariance: Tensor,
+        *, of_states: bool = True,
+    ) -> Gradients:  # fmt: skip
         """The adjoint: the Cholesky factor and the solves need no gradient of L itself.
 
         For lower-triangular L, tril(L^T tril(L^-T H)) = tril(H), so all of them together send H, the sum of the
-        products of each solution with its gradient, to A.
+        products of each solution with its gradient, to A. Without ``of_states`` entry states get none.
         """
         k, decay, whitening, gain, innovation = self.k, self.decay, self.whitening, self.gain, self.innovation
         d_covariance = symmetric(d_covariance)
@@ -177,11 +178,15 @@ class Chunk:
         d_spread = d_crossed.mT @ entered_q + decay.last * d_sent + d_known @ self.entered
         d_entered_k = d_known @ self.spread + d_spread @ self.covariance - d_residual @ self.mean.mT
         d_entered_q = d_output @ self.mean.mT + d_crossed @ self.spread
-        d_entry = decay.last.mT * d_covariance * decay.last + self.entered.mT @ d_spread
+        d_entry_mean = d_entry = None
+        if of_states:
+            d_entry_mean = decay.last.mT * d_mean + entered_q.mT @ d_output - self.entered.mT @ d_residual
+            d_entry = decay.last.mT * d_covariance * decay.last + self.entered.mT @ d_spread
         if d_variance is not None:
             weighted = d_variance[..., None] * entered_q
             d_entered_q = d_entered_q + 2 * weighted @ self.covariance
-            d_entry = d_entry + entered_q.mT @ weighted
+            d_entry = None if d_entry is None else d_entry + entered_q.mT @ weighted
+        del d_spread, d_gain, d_innovation, d_weights, products, entered_q
         lower = d_known * (self.lower + self.strictly_lower)  # of a pair and its mirror image
         from_k, from_q = decay.over_earlier(lower, self.gathered), decay.over_earlier(d_crossed, self.gathered)
         carried = decay.tail * d_sent
@@ -208,8 +213,8 @@ class Chunk:
             log_decay.flip(-2).cumsum(-2).flip(-2),
             d_known.diagonal(dim1=-2, dim2=-1),
             self._noise_gradient(q, d_gathered, reads, d_covariance),
-            decay.last.mT * d_mean + entered_q.mT @ d_output - self.entered.mT @ d_residual,
-            symmetric(d_entry),
+            d_entry_mean,
+            None if d_entry is None else symmetric(d_entry),
         )
 
     def _noise_gradient(self, q: Tensor, d_gathered: Tensor, reads: Tensor | None, d_covariance: Tensor) -> Noise:

@@ -29,13 +29,12 @@ class Plan(Call):
 
     def __init__(self, q, k, v, g, process_noise, observation_noise, rotation, cu_seqlens, scale):
         super().__init__(q, k, v, g, process_noise, observation_noise, rotation, cu_seqlens, scale)
-        size = self.size(self.rows, self.heads, self.keys, g.dim() == 4, q.device)
+        size = self.size(self.rows, self.heads, self.keys, q.device)
         self.chunks = Chunks(q.shape[0], q.shape[1], self.offsets, size, q.device)
 
     @staticmethod
-    def size(rows: int, heads: int, keys: int, per_key: bool, device: torch.device) -> int:
-        # Per key the pairwise decays are [K, C, C].
-        return chunk_size(rows * heads * keys * (16 if per_key else 1), device, 16 if per_key else 64)
+    def size(rows: int, heads: int, keys: int, device: torch.device) -> int:
+        return chunk_size(rows * heads * keys, device)
 
 
 def _enter(given: Inputs, mean: Tensor, covariance: Tensor, whitening: Optional = None) -> tuple[Frame, Chunk]:
@@ -121,7 +120,7 @@ def _(q, k, v, g, process_noise, observation_noise, rotation, mean, covariance, 
     dtype = compute_dtype(q)
     groups = observation_noise.shape[3] if observation_noise.dim() == 4 else 1
     rows = mean.shape[0]
-    size = Plan.size(rows, q.shape[2], q.shape[3], g.dim() == 4, q.device) if keep else 0
+    size = Plan.size(rows, q.shape[2], q.shape[3], q.device) if keep else 0
     spread = q.new_empty(observation_noise.shape if variance else (0,), dtype=dtype)
     saved = _saved_shapes(q, v, rows, groups, size, cu_seqlens is not None, dtype)
     states = (x.new_empty(x.shape) for x in (mean, covariance))
@@ -171,6 +170,7 @@ def _adjoint(
             for out, value in zip(grads, found, strict=True):
                 if value is not None:
                     plan.put(out, c, value)
+            assert d.mean is not None and d.covariance is not None
             d_state[0][rows], d_state[1][rows] = d.mean.double(), d.covariance.double()
             end = begin
         dq, dk, dv, dg, d_process, d_observation, d_rotation = grads

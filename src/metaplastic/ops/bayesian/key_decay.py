@@ -1,4 +1,4 @@
-"""Decays per key within one chunk, and the products that contain them, without a number for every pair of tokens and key.
+"""Decays per key within one chunk, and the products that contain them, never with a number for every pair and key.
 
 A chunk is halved again and again. From a token s of an earlier half to a token t of the later one decays meet in the
 middle, R[t, s] = into_t x out_s, so that products between halves are matrix products:
@@ -54,9 +54,7 @@ class KeyDecay:
         tail, self.levels = torch.ones_like(entry), []
         half = 1
         while half < size:
-            (early, late), (before, after) = (
-                x.unflatten(-2, (-1, 2, half)).unbind(-3) for x in (entry, tail)
-            )
+            (early, late), (before, after) = (x.unflatten(-2, (-1, 2, half)).unbind(-3) for x in (entry, tail))
             self.levels.append(Halves(late.clone(), before.clone()))
             before.mul_(late[..., -1:, :])
             late.mul_(early[..., -1:, :])

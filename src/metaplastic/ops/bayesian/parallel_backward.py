@@ -8,7 +8,7 @@ does, so that the gradients dM0, dP0 of a chunk's entry states follow from those
           dZ = tril(dY e^T),  H = e (U dM)^T + (U dM + Z^T dY) e^T + dZ^T Z
 
 without a factorisation or a solve. So there are five steps, of which the second and the fourth go chunk after chunk:
-what the recursions need, dM, R, dP, and with both the gradients of every chunk (:meth:`Chunk.backward`).
+what the recursions need (:class:`Reads`), dM, R, dP, and with both every chunk's gradients (:meth:`Chunk.backward`).
 """
 
 import math
@@ -22,6 +22,8 @@ from ..chunks import budget
 from .call import Call
 from .chunk import Chunk, symmetric
 from .frame import Frame
+
+HARD = 64.0  # variance over noise above which a chunk is done in float64, as the kernels have it
 
 
 class Table:
@@ -51,14 +53,14 @@ class Table:
     def here(self, x: Tensor) -> Tensor:
         return x.to(self.device, non_blocking=True)
 
-    def take(self, x: Tensor, chunks: slice) -> Tensor:
+    def take(self, x: Tensor, chunks: slice | Tensor) -> Tensor:
         taken = x.flatten(0, 1)[self.here(self.token[chunks])]
         if self.whole:
             return taken
         valid = self.here(self.valid[chunks])
         return taken.where(valid.view(*valid.shape, *[1] * (x.dim() - 2)), 0)
 
-    def put(self, out: Tensor, chunks: slice, value: Tensor) -> None:
+    def put(self, out: Tensor, chunks: slice | Tensor, value: Tensor) -> None:
         there = self.valid[chunks].flatten().nonzero()[:, 0]
         taken = value.flatten(0, 1) if self.whole else value.flatten(0, 1)[self.here(there)]
         out.flatten(0, 1)[self.here(self.token[chunks].flatten()[there])] = taken.to(out.dtype)
@@ -97,7 +99,7 @@ class Saved(NamedTuple):
     place: Tensor | None = None  # where each chunk is in them, if not in the order of :class:`Table`
     turning: bool = False  # the states are in a frame that turns with the keys since the sequence's start
 
-    def of(self, chunks: slice, angle: Tensor | None, dtype: torch.dtype) -> list[Tensor]:
+    def of(self, chunks: slice | Tensor, angle: Tensor | None, dtype: torch.dtype) -> list[Tensor]:
         at = chunks if self.place is None else self.place[chunks]
         mean, covariance, whitening = (x[at].to(dtype) for x in (self.means, self.covariances, self.whitenings))
         if angle is not None:
@@ -106,115 +108,175 @@ class Saved(NamedTuple):
         return [mean, covariance, whitening]
 
 
+class Some(NamedTuple):
+    """Chunks done at once, and in which dtype."""
+
+    chunks: slice | Tensor
+    dtype: torch.dtype
+
+
 class _Tile:
     """Some chunks, in their frames, as the forward pass left them."""
 
     def __init__(
-        self, plan: Call, table: Table, saved: list[Tensor], chunks: slice, d_output: Tensor, d_variance, refine: bool
+        self, plan: Call, saved: Saved, angle: Tensor | None, some: Some, d_output: Tensor, d_variance: Tensor | None
     ):
-        inputs = plan.take(chunks)  # type: ignore[arg-type]
+        table, chunks, dtype = plan.chunks, some.chunks, some.dtype
+        inputs = plan.take(chunks, dtype)
         noise = inputs.observation_noise
         self.frame = Frame(inputs._replace(observation_noise=noise.where(noise > 0, 1)))  # beyond the end: 0
-        self.chunk: Chunk = self.frame.enter(*saved, refine=refine)
-        self.d_output = table.take(d_output, chunks).permute(0, 2, 3, 1, 4)
-        self.d_variance = None if d_variance is None else table.take(d_variance, chunks).permute(0, 2, 3, 1)
-        self.chunks = chunks
+        refine = saved.whitenings.dtype != dtype
+        self.chunk: Chunk = self.frame.enter(*saved.of(chunks, angle, dtype), refine=refine)
+        self.d_output = table.take(d_output, chunks).to(dtype).permute(0, 2, 3, 1, 4)
+        self.d_variance = None
+        if d_variance is not None:
+            self.d_variance = table.take(d_variance, chunks).to(dtype).permute(0, 2, 3, 1)
 
-    def read(self) -> tuple[Tensor, Tensor, Tensor]:
-        """G, Qg and Z."""
-        entered = self.frame.decay.entry * self.frame.q
-        return self.chunk.whitening @ self.chunk.entered, entered, self.chunk._weights(entered, self.frame.q)
+    def read(self) -> "Reads":
+        chunk, frame, entered = self.chunk, self.frame, self.frame.decay.entry * self.frame.q
+        weights, angle = chunk._weights(entered, frame.q), None if frame.angle is None else frame.angle[..., -1:, :]
+        closed = chunk.whitening @ chunk.entered
+        return Reads(chunk.gain, closed, entered, weights, chunk.innovation, frame.decay.last, angle)
 
-    def source(self, d_mean: Tensor) -> Tensor:
+
+class Reads(NamedTuple):
+    """Of chunks, what the recursions and their sources need, ``[chunks, H, G or 1, ...]``."""
+
+    gain: Tensor  # U
+    closed: Tensor  # G
+    entered: Tensor  # Qg
+    weights: Tensor  # Z
+    innovation: Tensor  # e
+    last: Tensor  # [..., 1, 1 or K]
+    angle: Tensor | None  # [..., 1, K / 2], over the whole chunk
+
+    def at(self, chunks: slice | Tensor) -> "Reads":
+        return Reads(*(None if x is None else x[chunks] for x in self))  # type: ignore[arg-type]
+
+    def of_mean(self, d_output: Tensor) -> Tensor:
+        """F^T dY."""
+        return (self.entered - self.weights @ self.closed).mT @ d_output
+
+    def of_covariance(self, d_output: Tensor, d_variance: Tensor | None, d_mean: Tensor) -> Tensor:
         """What the reads and the gradient of the final mean add to the gradient of the entry covariance."""
-        chunk, (closed, entered, weights) = self.chunk, self.read()
-        d_gain = chunk.innovation @ d_mean.mT
-        d_innovation = chunk.gain @ d_mean + weights.mT @ self.d_output
-        d_weights = (self.d_output @ chunk.innovation.mT) * chunk.lower
+        lower = self.weights.new_ones(self.weights.shape[-2:]).tril()
+        d_gain = self.innovation @ d_mean.mT
+        d_innovation = self.gain @ d_mean + self.weights.mT @ d_output
+        d_weights = (d_output @ self.innovation.mT) * lower
         added = 0
-        if self.d_variance is not None:
-            d_weights = d_weights - 2 * self.d_variance[..., None] * weights
-            added = entered.mT @ (self.d_variance[..., None] * entered)
-        products = chunk._mirrored(d_gain @ chunk.gain.mT + d_innovation @ chunk.innovation.mT + d_weights.mT @ weights)
-        sent = d_weights.mT @ entered + self.frame.decay.last * d_gain - 0.5 * products @ closed
-        return symmetric(closed.mT @ sent + added)
+        if d_variance is not None:
+            d_weights = d_weights - 2 * d_variance[..., None] * self.weights
+            added = self.entered.mT @ (d_variance[..., None] * self.entered)
+        products = d_gain @ self.gain.mT + d_innovation @ self.innovation.mT + d_weights.mT @ self.weights
+        products = products * lower + (products * lower.tril(-1)).mT
+        sent = d_weights.mT @ self.entered + self.last * d_gain - 0.5 * products @ self.closed
+        return symmetric(self.closed.mT @ sent + added)
 
 
 def adjoint(
     d_output: Tensor, d_variance: Tensor | None, d_mean: Tensor | None, d_covariance: Tensor | None,
     inputs: tuple[Any, ...], mean: Tensor, covariance: Tensor, saved: Saved, cu_seqlens: Tensor | None, scale: float,
-    dtype: torch.dtype | None = None,
+    careful: bool = False,
 ) -> tuple[list[Tensor | None], Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k, v, g, process noise, observation noise and rotation, of the initial mean and covariance.
 
-    ``mean`` and ``covariance`` are the initial ones (only their shapes are read); ``dtype`` is that of products, if
-    not the compute dtype; the rest is as in ``chunked.py``.
+    ``mean`` and ``covariance`` are the initial ones (only their shapes are read); ``careful``: chunks for which float32
+    is too little, and with any of them the recursions, are done in float64; the rest is as in ``chunked.py``.
     """
     q, k, v, g, process_noise, observation_noise, rotation = inputs
-    plan = Call(q, k, v, g, process_noise, observation_noise, rotation, cu_seqlens, scale, dtype)
+    plan = Call(q, k, v, g, process_noise, observation_noise, rotation, cu_seqlens, scale)
     size = saved.whitenings.shape[-1]
-    table = Table(q.shape[0], q.shape[1], plan.offsets, size, q.device)
-    plan.chunks = table
+    plan.chunks = table = Table(q.shape[0], q.shape[1], plan.offsets, size, q.device)
+    hard = torch.zeros(table.count, dtype=torch.bool)
+    if careful and table.count and plan.dtype != torch.float64:
+        hard = _hard(plan, saved).cpu()  # the host waits: what it starts depends on it
+    wide = torch.float64 if hard.any() else plan.dtype
     states = [
         x.new_zeros(x.shape) if d is None else d.to(x.dtype)
         for x, d in zip((mean, covariance), (d_mean, d_covariance), strict=True)
     ]
-    state = [x.to(plan.dtype) for x in plan.split(*states)]
+    state = [x.to(wide) for x in plan.split(*states)]
     state[1] = symmetric(state[1])
-    if d_variance is not None:
-        d_variance = (d_variance if plan.grouped else d_variance[..., None]).to(plan.dtype)
-    d_output = d_output.to(plan.dtype).unflatten(-1, (plan.groups, -1))
-    per_chunk = plan.heads * plan.groups * size * max(plan.keys, plan.values, 1)
-    if g.dim() == 4:
-        per_chunk *= size  # the pairwise decays of every key
-    step = max(1, budget(q.device) // (1 if q.device.type == "cpu" else 16) // per_chunk)
-    tiles = [slice(at, min(at + step, table.count)) for at in range(0, table.count, step)]
-
+    if d_variance is not None and not plan.grouped:
+        d_variance = d_variance[..., None]
+    d_output = d_output.unflatten(-1, (plan.groups, -1))
     before = table.angles(plan.rotation) if saved.turning and plan.rotation is not None else None
 
-    refine = saved.whitenings.dtype != plan.dtype
-
-    def tile(chunks: slice) -> _Tile:
-        return _Tile(plan, table, saved.of(chunks, before, plan.dtype), chunks, d_output, d_variance, refine)
+    def tile(some: Some) -> _Tile:
+        return _Tile(plan, saved, before, some, d_output, d_variance)
 
     def room(*shape: int) -> Tensor:
-        return q.new_empty((table.count, plan.heads, plan.groups, *shape), dtype=plan.dtype)
+        return q.new_empty((table.count, plan.heads, *shape), dtype=wide)
 
-    loop = [room(size, plan.keys), room(size, plan.keys)]  # U and G
-    last = q.new_empty((table.count, plan.heads, 1, plan.keys), dtype=plan.dtype)
-    angle = (
-        None if plan.rotation is None else q.new_empty((table.count, plan.heads, 1, plan.keys // 2), dtype=plan.dtype)
-    )
-    d_means = room(plan.keys, plan.values // plan.groups)
-    for chunks in tiles:
-        part = tile(chunks)
-        closed, entered, weights = part.read()
-        loop[0][chunks], loop[1][chunks] = part.chunk.gain, closed
-        last[chunks] = part.frame.decay.last[..., 0, :]
-        if angle is not None and part.frame.angle is not None:
-            angle[chunks] = part.frame.angle[..., -1, :]
-        d_means[chunks] = (entered - weights @ closed).mT @ part.d_output
-    walk = _Walk(table, loop[0], loop[1], last, angle)
-    walk.means(state[0], d_means)
-    d_covariances = room(plan.keys, plan.keys)
-    for chunks in tiles:
-        d_covariances[chunks] = tile(chunks).source(d_means[chunks])
-    walk.covariances(state[1], d_covariances)
-    del walk, loop
+    keys, values, groups = plan.keys, plan.values // plan.groups, plan.groups
+    d_means, reads = room(groups, keys, values), None
+    tiles = _tiles(plan, hard, 2)
+    for some in tiles:
+        part = tile(some)
+        found = part.read()
+        d_means[some.chunks] = found.of_mean(part.d_output).to(wide)
+        if reads is None:
+            reads = Reads(*(None if x is None else room(*x.shape[2:]) for x in found))  # type: ignore[arg-type]
+        for whole, x in zip(reads, found, strict=True):
+            if whole is not None and x is not None:
+                whole[some.chunks] = x.to(wide)
+        del part, found
+    d_covariances = room(groups, keys, keys)
+    if reads is not None:
+        walk = _Walk(table, reads.gain, reads.closed, reads.last[..., 0, :], reads.angle)
+        walk.means(state[0], d_means)
+        for chunks, _ in tiles:
+            dy = table.take(d_output, chunks).to(wide).permute(0, 2, 3, 1, 4)
+            dv = None if d_variance is None else table.take(d_variance, chunks).to(wide).permute(0, 2, 3, 1)
+            d_covariances[chunks] = reads.at(chunks).of_covariance(dy, dv, d_means[chunks])
+        walk.covariances(state[1], d_covariances)
+        del walk, reads
     grads: list[Tensor | None] = [None if x is None else x.new_zeros(x.shape) for x in inputs]
-    for chunks in tiles:
-        part = tile(chunks)
-        final = d_means[chunks], d_covariances[chunks]
-        d = part.chunk.backward(part.frame.q, part.d_output, part.d_variance, *final)
+    for some in _tiles(plan, hard, 1):
+        part = tile(some)
+        final = d_means[some.chunks].to(some.dtype), d_covariances[some.chunks].to(some.dtype)
+        d = part.chunk.backward(part.frame.q, part.d_output, part.d_variance, *final, of_states=False)
         found = part.frame.gradients(part.chunk, d, *final)
+        del part, d, final
         found[0] = found[0] * scale
         if plan.paired:
             found[3] = found[3].unflatten(-1, (-1, 2)).sum(-1)
         for out, value in zip(grads, found, strict=True):
             if out is not None:
-                plan.put(out, chunks, value)  # type: ignore[arg-type]
+                plan.put(out, some.chunks, value)
     d_mean, d_covariance = plan.join(state[0], state[1])
     return grads, d_mean.to(mean.dtype), d_covariance.to(mean.dtype)
+
+
+def _tiles(plan: Call, hard: Tensor, times: int) -> list[Some]:
+    """All chunks, as many at once as the memory is for, or so many times as many."""
+    table, square = plan.chunks, plan.keys**2
+    wide = table.size * max(plan.keys, plan.values)
+    # About forty arrays [C, K] and ten [K, K], or, with a decay per head, half as many of the former.
+    per_chunk = plan.heads * max(1, plan.groups * (square + (2 * wide if plan.inputs[3].shape[-1] > 1 else wide)) // 2)
+    room = times * budget(table.device) // (1 if table.device.type == "cpu" else 16)
+
+    def cut(chunks: Tensor | None, count: int, dtype: torch.dtype) -> list[Some]:
+        step = max(1, room * 4 // dtype.itemsize // per_chunk)
+        parts = [slice(at, min(at + step, count)) for at in range(0, count, step)]
+        return [Some(part if chunks is None else chunks[part], dtype) for part in parts]
+
+    if not hard.any():
+        return cut(None, table.count, plan.dtype)
+    kinds = ((~hard, plan.dtype), (hard, torch.float64))
+    return [some for where, dtype in kinds for some in cut(where.nonzero()[:, 0], int(where.sum()), dtype)]
+
+
+def _hard(plan: Call, saved: Saved) -> Tensor:
+    """Where a token may be far less certain than its noise, ``[chunks]``: then A is 1 + something large, and L^-1 takes
+    large numbers from each other."""
+    _, k, _, _, process, noise = (plan.chunks.take(x, slice(0, plan.chunks.count)) for x in plan.inputs)
+    at = slice(0, plan.chunks.count) if saved.place is None else saved.place  # there may be room for more
+    most = saved.covariances.diagonal(dim1=-2, dim2=-1).amax(-1)[at]  # [chunks, H, G]
+    most = most + process.amax(-1).sum(1)[..., None]  # no decay makes it more
+    least = noise.where(noise > 0, torch.inf)
+    ratio = k.float().square().sum(-1)[..., None] * most[:, None] / least  # [chunks, C, H, G]
+    return (ratio > HARD).flatten(1).any(1)
 
 
 class _Walk(NamedTuple):
@@ -224,7 +286,7 @@ class _Walk(NamedTuple):
     gain: Tensor  # U [chunks, H, G, C, K]
     closed: Tensor  # G
     last: Tensor  # [chunks, H, 1, K]
-    angle: Tensor | None
+    angle: Tensor | None  # [chunks, H, 1, 1, K / 2]
 
     def means(self, state: Tensor, sources: Tensor) -> None:
         """``state``: gradient of the final means -> of the initial ones. ``sources``: F^T dY -> dM."""
@@ -243,4 +305,4 @@ class _Walk(NamedTuple):
             state[rows] = symmetric(last[..., None] * d - closed.mT @ (gain @ d) + source)
 
     def _turned(self, d: Tensor, at: slice | Tensor) -> Tensor:
-        return d if self.angle is None else rotate(d, -self.angle[at])
+        return d if self.angle is None else rotate(d, -self.angle[at][..., 0, :])

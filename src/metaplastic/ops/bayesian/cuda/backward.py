@@ -4,7 +4,8 @@ bf16 inputs with one decay per head, one noise group and no gradient of the vari
 steps of :mod:`metaplastic.ops.bayesian.parallel_backward`: ``backward_open.cu``; ``backward_mean.cu``, the recursion of
 the means; ``backward_reads.cu`` and ``backward_source.cu``; ``backward_covariance.cu``, that of the covariances;
 ``backward_known.cu`` and ``backward_inputs.cu``. ``backward_careful.cu`` does the first and the last step of single
-chunks in float64. Everything else goes that module's way, in batched products of float64.
+chunks in float64. Everything else goes that module's way, in batched products of float32, and of float64 for chunks in
+which a token may be far less certain than its noise.
 """
 
 from pathlib import Path
@@ -45,7 +46,7 @@ def backward(
     keys, values = mean.shape[-2], mean.shape[-1] // means.shape[2]
     saved = Saved(means.mT[..., :keys, :values], covariances[..., :keys, :keys], whitenings, turning=True)
     finals = d_output, d_variance, d_mean, d_covariance
-    found, *states = adjoint(*finals, inputs, mean, covariance, saved, offsets, scale, torch.float64)
+    found, *states = adjoint(*finals, inputs, mean, covariance, saved, offsets, scale, careful=True)
     return *(q.new_empty(0) if x is None else x for x in found), *states
 
 
