@@ -163,7 +163,7 @@ def show(
 
 @data.command()
 def bench(
-    output: Output,
+    output: Output = Path("runs/bench-data"),
     paths: Paths = None,
     separator: Separator = None,
     tokenizer: Annotated[str | None, typer.Option(help="A folder or a name. None: one is trained on the text.")] = None,

@@ -1,6 +1,7 @@
 """What activations wait for the backward pass decides bytes and time, and no bit of a gradient."""
 
 import functools
+import types
 
 import pytest
 import torch
@@ -119,8 +120,12 @@ def test_compiled_with_a_fused_loss_equals_eager(how):
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("how", KINDS)
 def test_what_a_block_is_told_is_not_asked_again(how, first):
-    """Every run of a block has its own answers, however often and in whatever order their gradients are asked for."""
+    """Every run of a block has its own answers, however often and in whatever order their gradients are asked for.
+
+    What was noted for a call (here a factor) is there again too, whatever has been noted since.
+    """
     model, ids, asked = make(num_hidden_layers=2, mixers="palimpsa_d").train(), tokens(), []
+    notes = types.SimpleNamespace(factor=1.0)
 
     def ask():
         asked.append(len(asked) + 1.0)
@@ -129,16 +134,19 @@ def test_what_a_block_is_told_is_not_asked_again(how, first):
     def told(mixer_forward, *args, **options):
         y, state = mixer_forward(*args, **options)
         factor, (other,) = once(ask)
-        return y * factor * other, state
+        return y * factor * other * notes.factor, state
 
     for block in model.model.layers:
         block.mixer.forward = functools.partial(told, block.mixer.forward)
     losses = []
     for kind in ("none", how):
-        for change in (keep_answers, functools.partial(checkpoint_activations, kind=kind))[:: 1 if first else -1]:
+        keep = functools.partial(keep_answers, notes=notes, name="factor")
+        for change in (keep, functools.partial(checkpoint_activations, kind=kind))[:: 1 if first else -1]:
             change(model)
         asked.clear()
-        losses.append([model(ids, labels=ids).loss for _ in range(2)])
+        losses.append([])
+        for notes.factor in (1.0, 3.0):
+            losses[-1].append(model(ids, labels=ids).loss)
         assert len(asked) == 4
     for plain, found in zip(*losses, strict=True):
         expected = torch.autograd.grad(plain, list(model.parameters()))
@@ -147,7 +155,7 @@ def test_what_a_block_is_told_is_not_asked_again(how, first):
         if how != "selective":
             again = torch.autograd.grad(found, list(model.parameters()))
             assert all(torch.equal(a, b) for a, b in zip(expected, again, strict=True))
-    assert len(asked) == 4
+    assert len(asked) == 4 and notes.factor == 3.0
 
 
 def test_an_unknown_kind_is_named():

@@ -48,7 +48,7 @@ def read_runs(folders: list[Path]) -> dict[str, dict[str, Any]]:
             record = json.loads(file.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise ValueError(f"runs: {folder} is no finished training run: {file} is missing") from None
-        except (ValueError, RecursionError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ValueError(f"runs: {file} is not a results file: {error}") from None
         if wrong := _wrong(record):
             raise ValueError(f"runs: {file} is not the results file of a training run: {wrong}")
@@ -132,7 +132,11 @@ def curves_page(records: Mapping[str, dict[str, Any]], output: Path) -> Path:
 
 
 def _as_label(run: str) -> str:
-    """What stands between dollars would be set as mathematics, and what begins with _ left out of the legend."""
+    """What stands between dollars would be set as mathematics, and what begins with _ left out of the legend.
+
+    Of a name that is no UTF-8 the odd bytes are shown by their numbers.
+    """
+    run = run.encode(errors="surrogateescape").decode(errors="backslashreplace")
     return run.replace("$", r"\$") if not run.startswith("_") else _as_label(f" {run}")
 
 

@@ -8,7 +8,8 @@ The gradients are those of ``none``, bit for bit on a CPU. A block that was comp
 under ``selective`` one backward pass is all there is (no ``retain_graph``).
 
 What a block asks of other processes need not be asked again (``keep_answers``): with :func:`once` around it, the second
-run takes what the first one got. So processes that share a sequence do not wait for one another there.
+run takes what the first one got. So processes that share a sequence do not wait for one another there. What was noted
+for a call of the model is noted again while one of its blocks is computed again, whatever call has come between.
 """
 
 import contextlib
@@ -56,14 +57,17 @@ def checkpoint_activations(model: MetaplasticPreTrainedModel, kind: str) -> None
     how: dict[str, Any] = {"use_reentrant": False}
     if kind == "selective":
         how["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
-    if model.answers_kept:
-        how["context_fn"] = functools.partial(_kept, how.get("context_fn"))
+    if model.noted_in is not None:
+        how["context_fn"] = functools.partial(_kept, how.get("context_fn"), *model.noted_in)
     model.activation_checkpointing_enable(how)
 
 
-def keep_answers(model: MetaplasticPreTrainedModel) -> None:
-    """Makes :func:`once` in the blocks of ``model`` do what it says where activations are computed again."""
-    model.answers_kept = True
+def keep_answers(model: MetaplasticPreTrainedModel, notes: Any, name: str) -> None:
+    """Makes :func:`once` in the blocks of ``model`` do what it says where activations are computed again.
+
+    ``notes.name`` is what a call of the model is noted in.
+    """
+    model.noted_in = notes, name
     if model.checkpointing is not None:
         checkpoint_activations(model, model.checkpointing)
 
@@ -71,14 +75,20 @@ def keep_answers(model: MetaplasticPreTrainedModel) -> None:
 class _Run:
     """Around one of the runs of a block: the first notes the answers, every later one reads them from the beginning."""
 
-    def __init__(self, answers: list[Any], first: bool, around: contextlib.AbstractContextManager):
+    def __init__(
+        self, answers: list[Any], first: bool, around: contextlib.AbstractContextManager, notes: Any, name: str
+    ):
         self.answers, self.first, self.around, self.read = answers, first, around, 0
+        self.notes, self.name, self.noted = notes, name, getattr(notes, name)  # made while the block's call is the last
 
     def __enter__(self) -> None:
         self.read, self._token = 0, _run.set(self)
+        self.of_another = getattr(self.notes, self.name)
+        setattr(self.notes, self.name, self.noted)
         self.around.__enter__()
 
     def __exit__(self, *error: Any) -> bool | None:
+        setattr(self.notes, self.name, self.of_another)
         _run.reset(self._token)
         return self.around.__exit__(*error)
 
@@ -105,11 +115,11 @@ def _apart(answer: Any) -> Any:
     return answer.detach() if isinstance(answer, Tensor) else answer
 
 
-def _kept(contexts: Callable[[], tuple[Any, Any]] | None) -> tuple[_Run, _Run]:
+def _kept(contexts: Callable[[], tuple[Any, Any]] | None, notes: Any, name: str) -> tuple[_Run, _Run]:
     """What goes around the two runs of a block, and around what is to be there besides."""
     first, again = contexts() if contexts else (contextlib.nullcontext(), contextlib.nullcontext())
     answers: list[Any] = []
-    return _Run(answers, True, first), _Run(answers, False, again)
+    return _Run(answers, True, first, notes, name), _Run(answers, False, again, notes, name)
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -20,7 +20,7 @@ class MetaplasticPreTrainedModel(PreTrainedModel):
     _can_compile_fullgraph = True
     _is_stateful = True
     checkpointing: str | None = None  # see checkpointing.py
-    answers_kept: bool = False
+    noted_in: tuple[Any, str] | None = None
 
     def post_init(self) -> None:
         super().post_init()

@@ -78,7 +78,7 @@ def parallelise_context(model: MetaplasticForCausalLM, group: dist.ProcessGroup)
     """
     mixers = mixers_to_cut(model)
     context = Context(Line(group))
-    keep_answers(model)
+    keep_answers(model, context, "border")
     widest = 1
     for mixer in mixers:
         mixer.forward = partial(_mix, context, mixer)

@@ -4,7 +4,8 @@ For the backward pass the entry state and the inverse Cholesky factor of every c
 on a CPU chunk after chunk, elsewhere, where starting small kernels is what takes long, in the batched products of
 :mod:`metaplastic.ops.bayesian.parallel_backward`.
 
-On a CPU what float32 is too little for (:meth:`Chunk.hard`) is done in float64.
+On a CPU all of it is done in float64: float32 is too little where a token is far less certain than its noise or far
+more certain than the least certain key is, and which tokens those are must not decide how earlier ones are rounded.
 """
 
 import torch
@@ -16,9 +17,8 @@ from ..chunks import Chunks, chunk_size
 from ..contract import compute_dtype, full_precision
 from . import check_values
 from .call import Call
-from .chunk import Chunk
 from .custom import differentiable
-from .frame import Frame, Inputs
+from .frame import Frame
 from .parallel_backward import Saved, Table, adjoint
 
 Optional = Tensor | None
@@ -31,20 +31,16 @@ class Plan(Call):
         super().__init__(q, k, v, g, process_noise, observation_noise, rotation, cu_seqlens, scale)
         size = self.size(self.rows, self.heads, self.keys, q.device)
         self.chunks = Chunks(q.shape[0], q.shape[1], self.offsets, size, q.device)
+        self.work = _work(q)
 
     @staticmethod
     def size(rows: int, heads: int, keys: int, device: torch.device) -> int:
         return chunk_size(rows * heads * keys, device)
 
 
-def _enter(given: Inputs, mean: Tensor, covariance: Tensor, whitening: Optional = None) -> tuple[Frame, Chunk]:
-    frame = Frame(given)
-    chunk = frame.enter(mean, covariance, whitening)
-    narrow = given.q.device.type == "cpu" and given.q.dtype != torch.float64
-    if narrow and chunk.hard():
-        frame = Frame(Inputs(*(None if x is None else x.double() for x in given)))  # type: ignore[arg-type]
-        chunk = frame.enter(mean.double(), covariance.double())
-    return frame, chunk
+def _work(q: Tensor) -> torch.dtype:
+    """Of all products, and of what is kept."""
+    return torch.float64 if q.device.type == "cpu" else compute_dtype(q)  # elsewhere it may be slow, or not there
 
 
 @torch.library.custom_op("metaplastic::bayesian_chunked", mutates_args=())
@@ -57,36 +53,40 @@ def _filter(
         tokens = None if plan.offsets is None else int(plan.offsets[-1])
         check_values(g, process_noise, observation_noise, rotation, tokens)
         if q.shape[1] == 1 and plan.offsets is None and not keep:  # decoding: one step needs no chunk
-            given = [x[:, 0].to(plan.dtype) for x in (k, v, g, process_noise, observation_noise)]
-            angle = None if rotation is None else rotation[:, 0].to(plan.dtype)
-            final = rule.step(rule.GaussianState(mean, covariance), *given, rotation=angle)
-            y, spread = rule.readout(final, q[:, 0].to(plan.dtype) * scale)
+            given = [x[:, 0].to(plan.work) for x in (k, v, g, process_noise, observation_noise)]
+            angle = None if rotation is None else rotation[:, 0].to(plan.work)
+            final = rule.step(rule.GaussianState(mean.to(plan.work), covariance.to(plan.work)), *given, rotation=angle)
+            y, spread = rule.readout(final, q[:, 0].to(plan.work) * scale)
             spread = spread[:, None] if output_variance else spread.new_empty(0)
-            return y[:, None].to(q.dtype), spread, final.mean, final.covariance, *_room(plan, q, v, keep)
+            states = (
+                final.mean,
+                (final.covariance + final.covariance.mT) / 2,
+            )  # or it would differ more with every token
+            spread, *states = (x.to(plan.dtype) for x in (spread, *states))
+            return y[:, None].to(q.dtype), spread, *states, *_room(plan, q, v, keep)
         output = q.new_zeros(v.shape)
         variance = q.new_zeros(observation_noise.shape if output_variance else (0,), dtype=plan.dtype)
-        state = list(plan.split(mean, covariance))
-        if q.device.type == "cpu":  # elsewhere float64 may be slow, or not there
-            state[1] = state[1].double()
+        state = [x.to(plan.work) for x in plan.split(mean, covariance)]
         kept: list[list[Tensor]] = [[], [], []]
         for c in range(plan.chunks.count):
             rows = plan.chunks.rows(c)
             entry = [s[rows] for s in state]
-            frame, chunk = _enter(plan.take(c), *entry)
+            frame = Frame(plan.take(c, plan.work))
+            chunk = frame.enter(*entry)
             y, spread = chunk.read(frame.q, output_variance)
             plan.put(output, c, y)
             if spread is not None:
                 plan.put(variance, c, spread[..., None])
             if keep:
                 for pieces, x in zip(kept, (*entry, _padded(chunk.whitening, plan.chunks.size)), strict=True):
-                    pieces.append(x.to(plan.dtype, copy=True))
+                    pieces.append(x.clone())
             for s, new in zip(state, frame.leave(*chunk.final()), strict=True):
-                s[rows] = new.to(s.dtype)
+                s[rows] = new
         saved = _room(plan, q, v, keep)
         for whole, pieces in zip(saved, kept, strict=True):
             used = sum(len(x) for x in pieces)
             torch.cat([*pieces, whole.new_zeros(whole.shape[0] - used, *whole.shape[1:])], out=whole)
-        mean, covariance = plan.join(state[0], state[1].to(plan.dtype))
+        mean, covariance = plan.join(*(x.to(plan.dtype) for x in state))
         return output, variance, mean, covariance, *saved
 
 
@@ -97,7 +97,7 @@ def _padded(x: Tensor, size: int) -> Tensor:
 
 def _room(plan: Plan, q: Tensor, v: Tensor, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
     return _saved_shapes(
-        q, v, plan.rows, plan.groups, plan.chunks.size if keep else 0, plan.offsets is not None, plan.dtype
+        q, v, plan.rows, plan.groups, plan.chunks.size if keep else 0, plan.offsets is not None, plan.work
     )
 
 
@@ -122,7 +122,7 @@ def _(q, k, v, g, process_noise, observation_noise, rotation, mean, covariance, 
     rows = mean.shape[0]
     size = Plan.size(rows, q.shape[2], q.shape[3], q.device) if keep else 0
     spread = q.new_empty(observation_noise.shape if variance else (0,), dtype=dtype)
-    saved = _saved_shapes(q, v, rows, groups, size, cu_seqlens is not None, dtype)
+    saved = _saved_shapes(q, v, rows, groups, size, cu_seqlens is not None, _work(q))
     states = (x.new_empty(x.shape) for x in (mean, covariance))
     return q.new_empty(v.shape), spread, *states, *saved
 
@@ -144,26 +144,23 @@ def _adjoint(
             torch.zeros_like(x) if d is None else d.to(x.dtype)
             for x, d in zip((mean, covariance), (d_mean, d_covariance), strict=True)
         ]
-        d_state = [x.double() for x in plan.split(start[0], start[1])]
+        d_state = [x.to(plan.work) for x in plan.split(start[0], start[1])]
         grads = [x.new_zeros(x.shape) if x is not None else q.new_empty(0) for x in inputs]
         if d_variance is not None and not plan.grouped:
             d_variance = d_variance[..., None]
-        d_output = d_output.to(plan.dtype).unflatten(-1, (plan.groups, -1))  # [B, T, H, G, V / G]
+        d_output = d_output.unflatten(-1, (plan.groups, -1))  # [B, T, H, G, V / G]
         end = sum(_count(plan.chunks.rows(c), plan.rows) for c in range(plan.chunks.count))
         for c in reversed(range(plan.chunks.count)):
             rows = plan.chunks.rows(c)
             begin = end - _count(rows, plan.rows)
-            given = plan.take(c)
+            given = plan.take(c, plan.work)
             length = given.k.shape[-2]
-            frame, chunk = _enter(
-                given, means[begin:end], covariances[begin:end], whitenings[begin:end, ..., :length, :length]
-            )
-            dy = plan.chunks.take(d_output, c).permute(0, 2, 3, 1, 4).to(frame.q.dtype)
-            dv = None
-            if d_variance is not None:
-                dv = plan.chunks.take(d_variance, c).permute(0, 2, 3, 1).to(frame.q.dtype)
-            outside = [s[rows].to(frame.q.dtype) for s in d_state]
-            inside = frame.return_to(*outside)
+            frame = Frame(given)
+            whitening = whitenings[begin:end, ..., :length, :length]
+            chunk = frame.enter(means[begin:end], covariances[begin:end], whitening)
+            dy = plan.chunks.take(d_output, c).permute(0, 2, 3, 1, 4).to(plan.work)
+            dv = None if d_variance is None else plan.chunks.take(d_variance, c).permute(0, 2, 3, 1).to(plan.work)
+            inside = frame.return_to(*(s[rows] for s in d_state))
             d = chunk.backward(frame.q, dy, dv, *inside)
             found = frame.gradients(chunk, d, *inside)
             found[0], found[3] = found[0] * scale, _halved(found[3]) if plan.paired else found[3]
@@ -171,7 +168,7 @@ def _adjoint(
                 if value is not None:
                     plan.put(out, c, value)
             assert d.mean is not None and d.covariance is not None
-            d_state[0][rows], d_state[1][rows] = d.mean.double(), d.covariance.double()
+            d_state[0][rows], d_state[1][rows] = d.mean, d.covariance
             end = begin
         dq, dk, dv, dg, d_process, d_observation, d_rotation = grads
         states = plan.join(*(x.to(plan.dtype) for x in d_state))

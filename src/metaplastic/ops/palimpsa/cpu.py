@@ -24,7 +24,7 @@ from .lanes import VECTOR_BYTES
 L2_BYTES = 1 << 19  # what a segment of backward may fill
 MIN_TASKS = 8  # fewer heads than this are cut into several tasks each
 INLINE_WORK = 1 << 18  # state elements x tokens below which waking threads costs more than it brings
-ANNOUNCE_AFTER = 1.0  # seconds of compiling; loading from the disk cache takes less
+ANNOUNCE_AFTER = 4.0  # seconds of compiling; loading from the disk cache takes less, on a busy machine too
 
 logger = logging.getLogger("metaplastic")
 
