@@ -4,8 +4,9 @@ For the backward pass the entry state and the inverse Cholesky factor of every c
 on a CPU chunk after chunk, elsewhere, where starting small kernels is what takes long, in the batched products of
 :mod:`metaplastic.ops.bayesian.parallel_backward`.
 
-On a CPU all of it is done in float64: float32 is too little where a token is far less certain than its noise or far
-more certain than the least certain key is, and which tokens those are must not decide how earlier ones are rounded.
+On a CPU the forward pass is done in float64: float32 is too little where a token is far less certain than its noise or
+far more certain than the least certain key is, and which tokens those are must not decide how earlier ones are rounded.
+The backward pass is free to look at a chunk first (:meth:`Chunk.hard`).
 """
 
 import torch
@@ -17,6 +18,7 @@ from ..chunks import Chunks, chunk_size
 from ..contract import compute_dtype, full_precision
 from . import check_values
 from .call import Call
+from .chunk import Chunk
 from .custom import differentiable
 from .frame import Frame
 from .parallel_backward import Saved, Table, adjoint
@@ -153,14 +155,11 @@ def _adjoint(
         for c in reversed(range(plan.chunks.count)):
             rows = plan.chunks.rows(c)
             begin = end - _count(rows, plan.rows)
-            given = plan.take(c, plan.work)
-            length = given.k.shape[-2]
-            frame = Frame(given)
-            whitening = whitenings[begin:end, ..., :length, :length]
-            chunk = frame.enter(means[begin:end], covariances[begin:end], whitening)
-            dy = plan.chunks.take(d_output, c).permute(0, 2, 3, 1, 4).to(plan.work)
-            dv = None if d_variance is None else plan.chunks.take(d_variance, c).permute(0, 2, 3, 1).to(plan.work)
-            inside = frame.return_to(*(s[rows] for s in d_state))
+            frame, chunk = _enter_again(plan, c, means[begin:end], covariances[begin:end], whitenings[begin:end])
+            dtype = frame.q.dtype
+            dy = plan.chunks.take(d_output, c).permute(0, 2, 3, 1, 4).to(dtype)
+            dv = None if d_variance is None else plan.chunks.take(d_variance, c).permute(0, 2, 3, 1).to(dtype)
+            inside = frame.return_to(*(s[rows].to(dtype) for s in d_state))
             d = chunk.backward(frame.q, dy, dv, *inside)
             found = frame.gradients(chunk, d, *inside)
             found[0], found[3] = found[0] * scale, _halved(found[3]) if plan.paired else found[3]
@@ -168,11 +167,24 @@ def _adjoint(
                 if value is not None:
                     plan.put(out, c, value)
             assert d.mean is not None and d.covariance is not None
-            d_state[0][rows], d_state[1][rows] = d.mean, d.covariance
+            d_state[0][rows], d_state[1][rows] = d.mean.to(plan.work), d.covariance.to(plan.work)
             end = begin
         dq, dk, dv, dg, d_process, d_observation, d_rotation = grads
         states = plan.join(*(x.to(plan.dtype) for x in d_state))
         return dq, dk, dv, dg, d_process, d_observation, d_rotation, *states
+
+
+def _enter_again(plan: Plan, c: int, *kept: Tensor) -> tuple[Frame, Chunk]:
+    """Chunk ``c`` from what the forward pass kept, in the inputs' precision unless that is too little."""
+
+    def entered(dtype: torch.dtype) -> tuple[Frame, Chunk]:
+        frame = Frame(plan.take(c, dtype))
+        length = frame.q.shape[-2]
+        mean, covariance, whitening = (x.to(dtype) for x in kept)
+        return frame, frame.enter(mean, covariance, whitening[..., :length, :length])
+
+    frame, chunk = entered(plan.dtype)
+    return entered(plan.work) if plan.dtype != plan.work and chunk.hard() else (frame, chunk)
 
 
 def all_at_once(d_output, d_variance, d_mean, d_covariance, inputs, mean, covariance, kept, plan: Plan, scale: float):
