@@ -60,12 +60,9 @@ def _filter(
             final = rule.step(rule.GaussianState(mean.to(plan.work), covariance.to(plan.work)), *given, rotation=angle)
             y, spread = rule.readout(final, q[:, 0].to(plan.work) * scale)
             spread = spread[:, None] if output_variance else spread.new_empty(0)
-            states = (
-                final.mean,
-                (final.covariance + final.covariance.mT) / 2,
-            )  # or it would differ more with every token
-            spread, *states = (x.to(plan.dtype) for x in (spread, *states))
-            return y[:, None].to(q.dtype), spread, *states, *_room(plan, q, v, keep)
+            symmetric = (final.covariance + final.covariance.mT) / 2  # or it would be less so with every token
+            spread, mean, covariance = (x.to(plan.dtype) for x in (spread, final.mean, symmetric))
+            return y[:, None].to(q.dtype), spread, mean, covariance, *_room(plan, q, v, keep)
         output = q.new_zeros(v.shape)
         variance = q.new_zeros(observation_noise.shape if output_variance else (0,), dtype=plan.dtype)
         state = [x.to(plan.work) for x in plan.split(mean, covariance)]
