@@ -134,4 +134,4 @@ def _mamba(mixer: Any, values: int) -> int:
 def _attention(mixer: Any) -> int:
     size = max(mixer.key_size, mixer.value_size)
     heads = 2 * mixer.num_heads + 2 * mixer.num_key_heads  # q and the read-out, k and v
-    return HALF * size * heads + FLOAT * mixer.num_heads + 4 * HALF * (mixer.key_size // 2)
+    return HALF * size * heads + FLOAT * mixer.num_heads + 2 * HALF * (mixer.key_size // 2)

@@ -27,6 +27,7 @@ from .pretrained import MetaplasticPreTrainedModel
 KINDS = ("none", "full", "selective")
 Answer = TypeVar("Answer")
 
+_CHEAP = ("short_convolution", "rotary_turns")  # of our operators
 # Dear for its bytes: an element of a matrix product of width D costs 2 D FLOPs, some 1,000 a byte where a GPU does 150
 # in the time in which it moves one; a memory's read-out costs several times that (10 K FLOPs beside the matrix units).
 # Everything else (convolutions, gates, norms) is read and written at the speed of memory. With both, Palimpsa-D of 170M
@@ -123,6 +124,6 @@ def _kept(contexts: Callable[[], tuple[Any, Any]] | None, notes: Any, name: str)
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    ours = getattr(op, "namespace", "") == "metaplastic" and "short_convolution" not in str(op)
+    ours = getattr(op, "namespace", "") == "metaplastic" and not any(name in str(op) for name in _CHEAP)
     dear = op in _DEAR or ours
     return CheckpointPolicy.MUST_SAVE if dear else CheckpointPolicy.PREFER_RECOMPUTE

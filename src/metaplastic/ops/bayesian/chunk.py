@@ -118,16 +118,6 @@ class Chunk:
             near = near - ((near @ (known + identity) @ near.mT - identity) * half) @ near
         return near
 
-    def hard(self) -> bool:
-        """Whether float32 is too little: a token is far less certain than its noise, then A is 1 + something large and
-        L^-1 takes large numbers from each other, or far more certain than the least certain key is, then W does."""
-        if self.k.numel() == 0:
-            return False
-        own = (self.entered * self.spread).sum(-1)
-        most = self.covariance.diagonal(dim1=-2, dim2=-1).amax(-1, keepdim=True)
-        certain = own < 1e-3 * most * self.entered.square().sum(-1)
-        return bool((own + (self.k * self.gathered).sum(-1) > 64).any() or certain.any())
-
     def _mirrored(self, x: Tensor) -> Tensor:
         """The symmetric matrix with the lower triangle of x."""
         return x * self.lower + (x * self.strictly_lower).mT

@@ -4,9 +4,8 @@ For the backward pass the entry state and the inverse Cholesky factor of every c
 on a CPU chunk after chunk, elsewhere, where starting small kernels is what takes long, in the batched products of
 :mod:`metaplastic.ops.bayesian.parallel_backward`.
 
-On a CPU the forward pass is done in float64: float32 is too little where a token is far less certain than its noise or
-far more certain than the least certain key is, and which tokens those are must not decide how earlier ones are rounded.
-The backward pass is free to look at a chunk first (:meth:`Chunk.hard`).
+On a CPU all products are float64: float32 is too little where a token is far less certain than its noise or far more
+certain than the least certain key is, and which tokens those are must not decide how other ones are rounded.
 """
 
 import torch
@@ -18,7 +17,6 @@ from ..chunks import Chunks, chunk_size
 from ..contract import compute_dtype, full_precision
 from . import check_values
 from .call import Call
-from .chunk import Chunk
 from .custom import differentiable
 from .frame import Frame
 from .parallel_backward import Saved, Table, adjoint
@@ -41,7 +39,7 @@ class Plan(Call):
 
 
 def _work(q: Tensor) -> torch.dtype:
-    """Of all products, and of what is kept."""
+    """Of all products."""
     return torch.float64 if q.device.type == "cpu" else compute_dtype(q)  # elsewhere it may be slow, or not there
 
 
@@ -78,7 +76,7 @@ def _filter(
                 plan.put(variance, c, spread[..., None])
             if keep:
                 for pieces, x in zip(kept, (*entry, _padded(chunk.whitening, plan.chunks.size)), strict=True):
-                    pieces.append(x.clone())
+                    pieces.append(x.to(plan.dtype, copy=True))
             for s, new in zip(state, frame.leave(*chunk.final()), strict=True):
                 s[rows] = new
         saved = _room(plan, q, v, keep)
@@ -96,7 +94,7 @@ def _padded(x: Tensor, size: int) -> Tensor:
 
 def _room(plan: Plan, q: Tensor, v: Tensor, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
     return _saved_shapes(
-        q, v, plan.rows, plan.groups, plan.chunks.size if keep else 0, plan.offsets is not None, plan.work
+        q, v, plan.rows, plan.groups, plan.chunks.size if keep else 0, plan.offsets is not None, plan.dtype
     )
 
 
@@ -121,7 +119,7 @@ def _(q, k, v, g, process_noise, observation_noise, rotation, mean, covariance, 
     rows = mean.shape[0]
     size = Plan.size(rows, q.shape[2], q.shape[3], q.device) if keep else 0
     spread = q.new_empty(observation_noise.shape if variance else (0,), dtype=dtype)
-    saved = _saved_shapes(q, v, rows, groups, size, cu_seqlens is not None, _work(q))
+    saved = _saved_shapes(q, v, rows, groups, size, cu_seqlens is not None, dtype)
     states = (x.new_empty(x.shape) for x in (mean, covariance))
     return q.new_empty(v.shape), spread, *states, *saved
 
@@ -152,11 +150,13 @@ def _adjoint(
         for c in reversed(range(plan.chunks.count)):
             rows = plan.chunks.rows(c)
             begin = end - _count(rows, plan.rows)
-            frame, chunk = _enter_again(plan, c, means[begin:end], covariances[begin:end], whitenings[begin:end])
-            dtype = frame.q.dtype
-            dy = plan.chunks.take(d_output, c).permute(0, 2, 3, 1, 4).to(dtype)
-            dv = None if d_variance is None else plan.chunks.take(d_variance, c).permute(0, 2, 3, 1).to(dtype)
-            inside = frame.return_to(*(s[rows].to(dtype) for s in d_state))
+            frame = Frame(plan.take(c, plan.work))
+            length = frame.q.shape[-2]
+            whitening = whitenings[begin:end, ..., :length, :length] if plan.work == plan.dtype else None  # else anew
+            chunk = frame.enter(means[begin:end].to(plan.work), covariances[begin:end].to(plan.work), whitening)
+            dy = plan.chunks.take(d_output, c).permute(0, 2, 3, 1, 4).to(plan.work)
+            dv = None if d_variance is None else plan.chunks.take(d_variance, c).permute(0, 2, 3, 1).to(plan.work)
+            inside = frame.return_to(*(s[rows] for s in d_state))
             d = chunk.backward(frame.q, dy, dv, *inside)
             found = frame.gradients(chunk, d, *inside)
             found[0], found[3] = found[0] * scale, _halved(found[3]) if plan.paired else found[3]
@@ -164,24 +164,11 @@ def _adjoint(
                 if value is not None:
                     plan.put(out, c, value)
             assert d.mean is not None and d.covariance is not None
-            d_state[0][rows], d_state[1][rows] = d.mean.to(plan.work), d.covariance.to(plan.work)
+            d_state[0][rows], d_state[1][rows] = d.mean, d.covariance
             end = begin
         dq, dk, dv, dg, d_process, d_observation, d_rotation = grads
         states = plan.join(*(x.to(plan.dtype) for x in d_state))
         return dq, dk, dv, dg, d_process, d_observation, d_rotation, *states
-
-
-def _enter_again(plan: Plan, c: int, *kept: Tensor) -> tuple[Frame, Chunk]:
-    """Chunk ``c`` from what the forward pass kept, in the inputs' precision unless that is too little."""
-
-    def entered(dtype: torch.dtype) -> tuple[Frame, Chunk]:
-        frame = Frame(plan.take(c, dtype))
-        length = frame.q.shape[-2]
-        mean, covariance, whitening = (x.to(dtype) for x in kept)
-        return frame, frame.enter(mean, covariance, whitening[..., :length, :length])
-
-    frame, chunk = entered(plan.dtype)
-    return entered(plan.work) if plan.dtype != plan.work and chunk.hard() else (frame, chunk)
 
 
 def all_at_once(d_output, d_variance, d_mean, d_covariance, inputs, mean, covariance, kept, plan: Plan, scale: float):
