@@ -77,3 +77,31 @@ def test_a_small_noise(packed):
 
     for found, exact in zip(run(torch.float32), run(torch.float64), strict=True):
         assert (found.double() - exact).norm() <= 1e-3 * exact.norm()
+
+
+def test_a_later_token_decides_no_rounding():
+    """Not of earlier ones, and none of another row, however much less its noise is: bit for bit."""
+    source = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 2, 40, 1, 8, generator=source)
+    gates = [torch.full((2, 40, 1), x) for x in (-0.1, 0.1, 1.0)]
+    before = ops.bayesian(q, k, v, *gates, prior_variance=torch.ones(1)).output
+    gates[2][1, -1] = 1e-3
+    after = ops.bayesian(q, k, v, *gates, prior_variance=torch.ones(1)).output
+    assert torch.equal(after[0], before[0]) and torch.equal(after[1, :-1], before[1, :-1])
+    assert not torch.equal(after[1, -1], before[1, -1])
+
+
+@pytest.mark.parametrize("noise", [1e-2, 1e-3, 1e-4])
+def test_a_state_may_be_handed_back(noise):
+    """Token by token with nothing forgotten: every state is symmetric to the last bit, and taken as the next one's."""
+    source = torch.Generator().manual_seed(0)
+    unit = torch.nn.functional.normalize(torch.randn(2, 1, 60, 4, 4, generator=source), dim=-1)
+    v = torch.randn(1, 60, 4, 4, generator=source)
+    gates, state = [torch.full((1, 1, 4), x) for x in (0.0, 0.0, noise)], None
+    with torch.no_grad():
+        for t in range(60):
+            at = slice(t, t + 1)
+            prior = torch.ones(4) if state is None else None
+            read = ops.bayesian(*unit[:, :, at], v[:, at], *gates, prior_variance=prior, initial_state=state)
+            state = read.state
+            assert torch.equal(state.covariance, state.covariance.mT)
