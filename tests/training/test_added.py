@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from metaplastic.training import added as module
+from metaplastic.ops.added import plain
 from metaplastic.training.added import added
 
 
@@ -11,7 +11,7 @@ from metaplastic.training.added import added
 @pytest.mark.parametrize("decays", [1, 5])
 @pytest.mark.parametrize("count", [1, 2])
 def test_the_sum_and_its_gradients(monkeypatch, length, decays, count):
-    monkeypatch.setattr(module, "PIECE", 4)
+    monkeypatch.setattr(plain, "PIECE", 4)
     of_size = {"dtype": torch.float64, "requires_grad": True}
     k, left = torch.randn(2, length, 3, 5, **of_size), torch.rand(2, length, 3, decays, **of_size)
     values = [torch.randn(2, length, 3, 7, **of_size) for _ in range(count)]

@@ -1,5 +1,7 @@
 """Decays per key within one chunk, and the products that contain them, never with a number for every pair and key.
 
+R[t, s] = exp(g_{s+1} + ... + g_t) for s <= t, else 0, with a key axis (:mod:`.head_decay` has none).
+
 A chunk is halved again and again. From a token s of an earlier half to a token t of the later one decays meet in the
 middle, R[t, s] = into_t x out_s, so that products between halves are matrix products:
 
@@ -42,7 +44,7 @@ class Halves(NamedTuple):
 
 
 class KeyDecay:
-    """:class:`metaplastic.ops.decay.Decay` for g ``[..., C, K]``."""
+    """g ``[..., C, K]``."""
 
     per_key = True
 
@@ -99,6 +101,18 @@ class KeyDecay:
         for level in self.levels:
             level.early(out).addcmul_(level.out, level.blocks(m).mT @ (level.into * level.late(x)))
         return self._cut(out)
+
+    def crossed(self, y: Tensor, x: Tensor) -> Tensor:
+        """``R[t, s] <x_t, y_s>`` at ``[..., s, t]`` of the tokens x ``[..., n C, K]`` of n chunks side by side."""
+        return torch.cat([self.pairs(part, y).mT for part in x.split(self.length, -2)], -1)
+
+    def crossed_gradients(self, d: Tensor, y: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Of y and of x, given that of what :meth:`crossed` returns."""
+        parts = list(zip(d.split(self.length, -1), x.split(self.length, -2), strict=True))
+        d_y = self.over_later(parts[0][0].mT, parts[0][1])
+        for m, part in parts[1:]:
+            d_y += self.over_later(m.mT, part)
+        return d_y, torch.cat([self.over_earlier(m.mT, y) for m, _ in parts], -2)
 
     def gathered(self, noise: Tensor) -> Tensor:
         """``N_t = sum_s R[t, s]^2 noise_s``, noise ``[..., C, 1 or K]``."""
