@@ -11,8 +11,8 @@ Nothing is kept for the backward pass but the inputs:
 
     dv_n = c'_n k^n left,   d(k^n left) = v_n c'_n,   and from these dk and dleft                    (c': gradient of c)
 
-``triton`` is one kernel each way, on the tensor cores, for k and v in bfloat16 on a GPU; ``torch`` are batched products,
-for all else.
+``triton`` is one kernel each way, on the tensor cores, for k and v in bfloat16 on a GPU; ``torch``, for all else, are
+batched products.
 """
 
 from collections.abc import Sequence
