@@ -1,4 +1,5 @@
 import importlib
+import multiprocessing
 
 import pytest
 import torch
@@ -123,3 +124,16 @@ def test_a_crash_is_a_failed_check(monkeypatch):
     check = doctor._check("additive", "chunked", "cpu", torch.float32, "name", accuracy.CASES)
     assert check.status == "FAILED"
     assert "illegal instruction" in check.detail
+
+
+@pytest.mark.slow
+def test_several_processes_find_what_one_finds(monkeypatch):
+    alone = [check._replace(seconds=None) for check in doctor.check_backends()]
+    monkeypatch.setattr(doctor, "_processes", lambda: 2)
+    assert [check._replace(seconds=None) for check in doctor.check_backends()] == alone
+    checks = doctor.check_backends()
+    next(checks)
+    checks.close()
+    for child in multiprocessing.active_children():
+        child.join(10)
+    assert not multiprocessing.active_children()

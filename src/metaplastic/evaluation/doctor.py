@@ -4,12 +4,20 @@ A configuration (operator, backend, device, dtype) that misses its tolerance goe
 ``auto`` stops picking it; one that passes comes off the list. A backend that runs other kernels for heads of other
 sizes is checked at sizes that take all of them, and a failure there blocks those kernels alone. The old list holds
 until every check is done: a doctor that is killed on the way changes nothing.
+
+Most of the time goes into compiling kernels, so where there is a GPU with room for it several processes check side by
+side.
 """
 
 import contextlib
+import multiprocessing
+import os
+import signal
+import threading
 import time
 import warnings
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from typing import NamedTuple
 
 import torch
@@ -19,6 +27,7 @@ from ..ops.accuracy import Case
 from ..ops.convolution import check as convolution_check
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+MEMORY = 16e9  # bytes of a GPU for each process: what the references of the largest cases keep
 
 
 class Check(NamedTuple):
@@ -36,19 +45,11 @@ def check_backends() -> Iterator[Check]:
     """
     devices = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
     failed = {}
-    for device in devices:
-        check = _check_convolution(device)
+    for check, blocked in _results([job for device in devices for job in _jobs(device)]):
         if check.status == "FAILED":
-            failed[check.configuration] = check.detail
+            detail = check.detail if blocked == check.configuration else f"{check.configuration}: {check.detail}"
+            failed[blocked] = detail
         yield check
-    for op, entries in dispatch.BACKENDS.items():
-        for backend in entries:
-            for device in devices:
-                for dtype in DTYPES:
-                    for check, blocked in _check_configuration(op, backend, device, dtype):
-                        if check.status == "FAILED":
-                            failed[blocked] = f"{check.configuration}: {check.detail}"
-                        yield check
     try:
         dispatch.block(failed)
     except OSError as error:
@@ -76,22 +77,100 @@ def _check_convolution(device: str) -> Check:
     return Check(name, "FAILED" if problems else "ok", detail, largest, time.perf_counter() - began)
 
 
-def _check_configuration(op: str, backend: str, device: str, dtype: torch.dtype) -> Iterator[tuple[Check, str]]:
-    """The checks of one configuration and of its kernels, each with the name to block if it fails."""
-    name = dispatch.configuration(op, backend, device, dtype)
-    with dispatch.block_list_ignored():  # what is on it is measured again
-        reason = dispatch.reason_against(op, backend, device, dtype)
-        check = _check(op, backend, device, dtype, name, accuracy.CASES) if reason is None else None
-    if check is None:
-        if dtype == (*dispatch.BACKENDS[op][backend].dtypes, torch.float32)[0]:
-            yield Check(name, "unavailable", str(reason)), name
-        return
-    yield check, name
-    for sizes, cases in accuracy.kernel_cases(op, backend, dtype).items():
-        with dispatch.block_list_ignored():
+class _Job(NamedTuple):
+    """A configuration, or its kernels for heads of these ``sizes`` and the cases that go through them."""
+
+    op: str
+    backend: str
+    device: str
+    dtype: torch.dtype
+    sizes: tuple[int, int] | None = None
+
+    def run(self) -> tuple[Check, str]:
+        """The check, and the name to block if it fails."""
+        op, backend, device, dtype, sizes = self
+        name = dispatch.configuration(op, backend, device, dtype)
+        with dispatch.block_list_ignored():  # what is on it is measured again
+            if sizes is None:
+                return _check(op, backend, device, dtype, name, accuracy.CASES), name
+            cases = accuracy.kernel_cases(op, backend, dtype)[sizes]
             check = _check(op, backend, device, dtype, f"{name}/{sizes[0]}x{sizes[1]}", cases, reference=device)
-            blocked = dispatch.configuration(op, backend, device, dtype, sizes)
-        yield check, blocked
+            return check, dispatch.configuration(op, backend, device, dtype, sizes)
+
+
+class _Convolution(NamedTuple):
+    device: str
+
+    def run(self) -> tuple[Check, str]:
+        check = _check_convolution(self.device)
+        return check, check.configuration
+
+
+class _Unavailable(NamedTuple):
+    configuration: str
+    reason: str
+
+    def run(self) -> tuple[Check, str]:
+        return Check(self.configuration, "unavailable", self.reason), self.configuration
+
+
+def _jobs(device: str) -> Iterator[_Job | _Convolution | _Unavailable]:
+    """All that there is to do, in the order of the table."""
+    yield _Convolution(device)
+    for op, entries in dispatch.BACKENDS.items():
+        for backend in entries:
+            for dtype in DTYPES:
+                with dispatch.block_list_ignored():
+                    reason = dispatch.reason_against(op, backend, device, dtype)
+                if reason is None:
+                    yield _Job(op, backend, device, dtype)
+                    yield from (_Job(op, backend, device, dtype, x) for x in accuracy.kernel_cases(op, backend, dtype))
+                elif dtype == (*entries[backend].dtypes, torch.float32)[0]:
+                    yield _Unavailable(dispatch.configuration(op, backend, device, dtype), reason)
+
+
+def _processes() -> int:
+    """How many check side by side: half the cores, and as many as a GPU has memory for."""
+    if not torch.cuda.is_available():
+        return 1
+    memory = torch.cuda.get_device_properties(0).total_memory
+    return max(1, min((os.cpu_count() or 1) // 2, int(memory / MEMORY)))
+
+
+def _results(jobs: Sequence[_Job | _Convolution | _Unavailable]) -> Iterator[tuple[Check, str]]:
+    processes = _processes()
+    if processes == 1:
+        yield from map(_run, jobs)
+        return
+    context = multiprocessing.get_context("spawn")
+    before = set(multiprocessing.active_children())
+    pool = ProcessPoolExecutor(processes, mp_context=context, initializer=_end_with, initargs=(os.getpid(),))
+    try:
+        for future in [pool.submit(_run, job) for job in jobs]:
+            yield future.result()
+    except BaseException:  # also where nobody wants to know any more
+        for child in set(multiprocessing.active_children()) - before:
+            child.terminate()
+        raise
+    finally:
+        pool.shutdown()
+
+
+def _run(job: _Job | _Convolution | _Unavailable) -> tuple[Check, str]:
+    return job.run()
+
+
+def _end_with(parent: int) -> None:
+    """Ends this process when its parent has ended, however it did; Ctrl-C is the parent's."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _check(
