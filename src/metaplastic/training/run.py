@@ -99,6 +99,8 @@ def _train(config: TrainConfig, output: Path, overwrite: bool) -> dict[str, Any]
             if not same:
                 claim(config, output, hashes)
         announce(config, data)
+        if config.compile:
+            logger.info("compiling in the first steps: they take minutes, seconds where PyTorch's cache has their code")
         if config.warmup >= config.steps:
             start = config.minimum_rate if config.schedule == "wsd" else 0.0
             reached = config.learning_rate * (start + (1 - start) * (config.steps - 1) / config.warmup)
