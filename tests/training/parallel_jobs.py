@@ -127,6 +127,12 @@ def context(folder: Path) -> None:
             with exchanges() as counted:
                 (cut(**batch).logits * weights[own]).sum().backward()
             one, two = (_gradients(model) for model in (whole, cut))
+            cut.zero_grad()
+            logits = cut(**batch).logits
+            with torch.no_grad():  # other sequences, before the backward pass of these
+                cut(ids[:1], cu_seqlens=torch.tensor([0, 11, LENGTH], dtype=torch.int32))
+            (logits * weights[own]).sum().backward()
+            between = all(torch.equal(x, two[name]) for name, x in _gradients(cut).items())
             for gradient in two.values():
                 dist.all_reduce(gradient)
             whole, cut = whole.float(), cut.float()
@@ -134,7 +140,7 @@ def context(folder: Path) -> None:
             dist.all_reduce(loss)
             losses = (float(expected), float(loss))
             every: list[Any] = [None] * SHARDS
-            dist.all_gather_object(every, dict(counted))
+            dist.all_gather_object(every, dict(counted) | {"the same with a call between": between})
             found[mixer, packing] = {"one": one, "two": two, "losses": losses, "exchanges": every}
     refused = {}
     for name, call in {
@@ -191,7 +197,8 @@ def sharded_apart(ids: torch.Tensor) -> list[dict[str, torch.Tensor]]:
 
 
 def _gradients(model: MetaplasticForCausalLM) -> dict[str, torch.Tensor]:
-    return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
+    """Copies: a model that is cast casts its gradients in place."""
+    return {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
 
 
 def interrupted(folder: Path, name: str, number: int) -> None:

@@ -174,6 +174,7 @@ def test_what_is_computed_again_is_not_exchanged_again(found, mixer):
             neighbours = 1 if number in (0, SHARDS - 1) else 2
             expected = {"isend": messages * neighbours, "recv": messages * neighbours}
             expected |= {"all_gather": 2 * layers} if mixer == "palimpsa_d" else {}
+            assert counted.pop("the same with a call between"), (packing, number)
             assert counted == expected, (packing, number)
 
 
