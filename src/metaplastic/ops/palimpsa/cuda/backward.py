@@ -23,7 +23,8 @@ from .states import entry_states, write_chunk_states
 
 BUDGET = 3 << 30  # bytes of states and partial sums at once, and no more than this part of the device's memory:
 SHARE = 1 / 16
-GROUP = 3 << 29  # bytes that whole sequences may take at once
+GROUP = 3 << 29  # bytes that whole sequences may take at once; where they take no longer for it,
+LESS = 1 << 30  # no more than this, some heads after the others
 STATES = 320 << 20  # bytes of states that several groups may share: with few heads they take less time if made together
 LEAST_SPAN = 512  # tokens of a piece of a sequence
 SHARED_BYTES = 227 << 10  # of a block; a multiprocessor has 1 KB more, and each block takes 1 KB beside
@@ -202,7 +203,8 @@ class _Backward:
         longest = max((span.end - span.start for span in self.spans), default=0)
         active = min(processors * self.resident, len(self.spans) * heads * self.blocks)
         self.apart = walk.apart if 8 * active * walk.scratch <= CACHE else 16  # tokens from state to state
-        self.scratch = walk.scratch * (CHUNK // self.apart + walk.definitions.get("STREAM", 0))  # bytes per block
+        kept = CHUNK // self.apart - 1 + walk.definitions.get("STREAM", 0)
+        self.scratch = walk.scratch * kept  # bytes per block
         beside = heads * self.blocks * self.scratch
         budget = _budget(self.device) if self.cut else min(GROUP, _budget(self.device))
         self.at_once = group_size(
@@ -211,6 +213,11 @@ class _Backward:
             processors * self.resident,
             budget // max(1, of_token * (longest + CHUNK) + beside),
         )
+        self.heads_at_once = heads
+        if walk.name == "backward_tensor" and not self.cut and self.at_once >= len(self.spans) and self.blocks == 1:
+            of_head = len(self.spans) * (of_token * (longest + CHUNK) // max(1, heads) + self.scratch)
+            most = LESS // max(1, of_head)
+            self.heads_at_once = heads_at_once(heads, len(self.spans), processors * self.resident, most)
         states = self.at_once * -(-longest // CHUNK) * heads * keys * values * 2 * problem.g.element_size()
         self.together = self.at_once * max(1, STATES // max(1, states))  # spans whose states are made at once
         self.order = slow_heads_first(problem.g) if walk.name == "backward_tensor" else None
@@ -278,9 +285,7 @@ class _Backward:
         p, count = self.problem, len(self.spans)
         if not self.blocks * p.shape[0]:
             return
-        chunks = None
         for at in range(0, count, self.together):
-            del chunks  # the next ones take their place
             spans = self.spans[at : at + self.together]
             start, end = spans[0].start, spans[-1].end
             q, k, w, beta, g = (self._take(x, start, end) for x in (p.q, p.k, p.w, p.beta, p.g))
@@ -288,23 +293,25 @@ class _Backward:
             longest = max(b - a for a, b in itertools.pairwise(cuts))
             state = tuple(None if s is None else s[at : at + self.together] for s in self.entry)
             part = p._replace(q=q, k=k, w=w, beta=beta, g=g, state=state, cuts=cuts, longest=longest)
-            chunks = self.kept or write_chunk_states(part)
-            if gradients is None and len(spans) == count:
-                self.kept = chunks
             table = cut(cuts, max(CHUNK, -(-longest // CHUNK) * CHUNK), q.device).table
-            for first in range(0, len(spans), self.at_once):
-                rows = table[first : first + self.at_once]
-                if first:  # tokens are counted from the group's first
-                    rows = rows.clone()
-                    rows[:, 0] -= cuts[first]
-                group = slice(at + first, at + first + len(rows))
-                self._launch(group, rows, chunks, d_last, d_first, gradients, d_prior)
+            for chosen in (None,) if self.order is None else self.order.split(self.heads_at_once):
+                chunks = self.kept or write_chunk_states(part, chosen is not None, chosen)
+                if gradients is None and len(spans) == count:
+                    self.kept = chunks
+                for first in range(0, len(spans), self.at_once):
+                    rows = table[first : first + self.at_once]
+                    if first:  # tokens are counted from the group's first
+                        rows = rows.clone()
+                        rows[:, 0] -= cuts[first]
+                    group = slice(at + first, at + first + len(rows))
+                    self._launch(group, rows, chosen, chunks, d_last, d_first, gradients, d_prior)
+                del chunks  # the next ones take their place
 
     @staticmethod
     def _take(x: Tensor, start: int, end: int) -> Tensor:
         return x.flatten(0, 1)[None, start:end]
 
-    def _launch(self, group: slice, table: Tensor, chunks, d_last, d_first, gradients, d_prior) -> None:
+    def _launch(self, group: slice, table: Tensor, chosen, chunks, d_last, d_first, gradients, d_prior) -> None:
         p, spans, pull = self.problem, self.spans[group], gradients is None
         heads, start, end = p.shape[0], spans[0].start, spans[-1].end
         take = functools.partial(self._take, start=start, end=end)
@@ -320,11 +327,12 @@ class _Backward:
         definitions: dict[str, Any] = dict(self.walk.definitions)
         arguments = [q, k, w, beta, g, p.prior, d_output]
         outputs = [*last, sums[0], sums[1], to_w, to_beta, sums[2], None if pull else d_prior[group], *first]
-        count = len(spans) * heads * self.blocks
+        own_heads = heads if chosen is None else len(chosen)
+        count = len(spans) * own_heads * self.blocks
         if self.walk.name == "backward_tensor":
             definitions |= {"BLOCKS": self.resident, "ENTRY": self.apart, "PULL": int(pull)}
             scratch = torch.empty(count * self.scratch, dtype=torch.uint8, device=q.device)
-            arguments += [table, self.order, *chunks, *outputs, scratch, end - start, heads]
+            arguments += [table, chosen, *chunks, *outputs, scratch, end - start, heads, own_heads]
         else:
             if pull:  # this kernel has no such job: its other results are thrown away
                 sums = [x.new_empty((self.blocks, *x.shape[1:]), dtype=g.dtype) for x in (q, k, g)]
@@ -356,6 +364,19 @@ def group_size(spans: int, blocks: int, slots: int, most: int) -> int:
         return whole * -(-size * blocks // slots) + -(-rest * blocks // slots) + waits
 
     return min(range(1, max(1, min(spans, most)) + 1), key=lambda size: (rounds(size), size))
+
+
+def heads_at_once(heads: int, blocks: int, slots: int, most: int) -> int:
+    """As many of them, each with so many blocks, as take no more rounds of ``slots`` blocks in all, at most ``most``.
+
+    All of them if there is no such number. Heads of alike decays are done together, so that none waits long for others.
+    """
+
+    def rounds(size: int) -> int:
+        return sum(-(-min(size, heads - first) * blocks // slots) for first in range(0, heads, size))
+
+    sizes = range(min(heads, most), 0, -1)
+    return next((size for size in sizes if rounds(size) == rounds(heads)), max(1, heads))
 
 
 def slow_heads_first(g: Tensor) -> Tensor:

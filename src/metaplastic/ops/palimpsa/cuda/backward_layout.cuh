@@ -22,6 +22,12 @@ static inline void load_transposed(u32 (&to)[4], const u32* row) {
         to[m] = at(2 * column) | at(2 * column + 1) << 16;
     }
 }
+static inline void copy_block(float4* to, const float4* from) {
+    for (int i = 0; i < 4; i++) copy_16((u32*)(to + 32 * i), from + 32 * i, true);
+}
+static inline u32 times(u32 a, u32 b) {
+    return pack_bf16(low_bf16(a) * low_bf16(b), high_bf16(a) * high_bf16(b));
+}
 static inline void prefetch(const void*) {}
 static inline int thread_index() { return threadIdx.x; }
 template <class T> T __ldcg(const T* from) { return *from; }
@@ -33,6 +39,19 @@ __device__ __forceinline__ int thread_index() {
     return x;
 }
 __device__ __forceinline__ void prefetch(const void* from) { asm volatile("prefetch.global.L2 [%0];" :: "l"(from)); }
+// A lane's part of a key block of two states, on its way to shared memory: 4 pieces a warp apart.
+__device__ __forceinline__ void copy_block(float4* to, const float4* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16; cp.async.cg.shared.global [%0 + 512], [%1 + 512], 16;"
+                 "cp.async.cg.shared.global [%0 + 1024], [%1 + 1024], 16;"
+                 "cp.async.cg.shared.global [%0 + 1536], [%1 + 1536], 16;" ::
+        "r"((u32)__cvta_generic_to_shared(to)), "l"(from) : "memory");
+}
+// Products of two pairs of bf16, rounded to nearest.
+__device__ __forceinline__ u32 times(u32 a, u32 b) {
+    u32 r;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(0x80008000u));
+    return r;
+}
 // Transposes an 8 x 8 matrix: lane (row, column) holds its elements [row][2 column] and [row][2 column + 1].
 __device__ __forceinline__ u32 transpose(u32 x) {
     u32 r;
@@ -79,9 +98,16 @@ constexpr int DECAY = AFTER_SUMS < AFTER_DECAYED ? AFTER_DECAYED : AFTER_SUMS;  
 constexpr int GAUGE = DECAY + CHUNK, INVERSE = GAUGE + CHUNK;  // their c and 1 / c
 constexpr int BEGINS = INVERSE + CHUNK;                        // which begin a tile
 constexpr int RUNNING = BEGINS + 4, HEAD = RUNNING + 1;        // dg of the first token of the tile done last; the head
+constexpr int TILE_ENTRY = RUNNING + 2;                        // a pointer: the state that the tile's is made from
 constexpr int WORDS = RUNNING + 4;
 extern "C" __device__ const int launch_shape[2] = {THREADS, 4 * WORDS};
 
+// M and J of a block in pieces, in float4; where this lane's of key block b are (read anew, as thread_index).
+constexpr int STATE_PIECES = WARPS * KEY_BLOCKS * 128;
+__device__ __forceinline__ u32 own_piece(int b) {
+    const u32 x = thread_index();
+    return (x / 32 * KEY_BLOCKS + b) * 128 + x % 32;
+}
 __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
     for (int offset = 16; offset; offset /= 2) x += __shfl_xor_sync(~0u, x, offset);
@@ -91,22 +117,33 @@ __device__ __forceinline__ void multiply(float (&d)[4], const u32 (&a)[4], u32 b
     multiply_16(d, a[0], a[1], a[2], a[3], b0, b1);
 }
 
-// A lane's part of a key block of two states, 4 pieces a warp apart: [value tile][key, value] as in a product's result.
+// A lane's part of a key block of two states, 4 pieces a warp apart: [value tile][key, value] as in a product's result,
+// or, of M and J in memory (STATE), [value tile][value, key].
+template <bool STATE = false, int STEP = 32>
 __device__ __forceinline__ void read_block(float (&x)[2][4], float (&y)[2][4], const float4* from, float factor,
                                            float plus_y = 0.f) {
 #pragma unroll
     for (int v = 0; v < 2; v++) {
-        const float4 a = from[v * 32], c = from[(2 + v) * 32];
+        float4 a = from[v * STEP], c = from[(2 + v) * STEP];
+        if (STATE) a = {a.x, a.z, a.y, a.w}, c = {c.x, c.z, c.y, c.w};
         x[v][0] = factor * a.x, x[v][1] = factor * a.y, x[v][2] = factor * a.z, x[v][3] = factor * a.w;
         y[v][0] = fmaf(factor, c.x, plus_y), y[v][1] = fmaf(factor, c.y, plus_y);
         y[v][2] = fmaf(factor, c.z, plus_y), y[v][3] = fmaf(factor, c.w, plus_y);
     }
 }
+// M and J as they are in memory, where another kernel may have written them.
+__device__ __forceinline__ void load_pieces(float (&x)[2][4], float (&y)[2][4], const float4* from) {
+    float4 all[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) all[i] = __ldcg(from + i * 32);
+    read_block<true, 1>(x, y, all, 1.f);
+}
+template <bool STATE = false>
 __device__ __forceinline__ void write_block(const float (&x)[2][4], const float (&y)[2][4], float4* to) {
 #pragma unroll
     for (int v = 0; v < 2; v++) {
-        to[v * 32] = {x[v][0], x[v][1], x[v][2], x[v][3]};
-        to[(2 + v) * 32] = {y[v][0], y[v][1], y[v][2], y[v][3]};
+        to[v * 32] = {x[v][0], x[v][1 + STATE], x[v][2 - STATE], x[v][3]};
+        to[(2 + v) * 32] = {y[v][0], y[v][1 + STATE], y[v][2 - STATE], y[v][3]};
     }
 }
 // The same of one state [V, K] in memory, from its element `at`; zeros if there is none.

@@ -38,44 +38,47 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 backward_tensor(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __restrict__ w,
                 const u16* __restrict__ beta, const float* __restrict__ g, const float* __restrict__ prior,
                 const u16* __restrict__ d_output, const i64* __restrict__ spans,
-                const i64* __restrict__ order,  // of heads: the blocks of the first ones start first
-                const float* __restrict__ chunks_m, const float* __restrict__ chunks_j,
+                const i64* __restrict__ chosen,  // heads: the blocks of the first ones start first
+                const float4* __restrict__ chunks,  // states before them, of these heads: states.cu
                 const float* __restrict__ d_last_m, const float* __restrict__ d_last_j,
                 float* __restrict__ dq, float* __restrict__ dk,  // of bf16 if one block takes all values
                 u16* __restrict__ dw, u16* __restrict__ dbeta, float* __restrict__ dg, float* __restrict__ dprior,
                 float* __restrict__ d_first_m, float* __restrict__ d_first_j,
-                float4* scratch,  // [block][warp][entry, then dM and -dJ if STREAM][key block][4][lane]
-                int tokens, int heads, double query_scale) {  // the others as in backward.cu
+                float4* scratch,  // [block][entry but the first, dM and -dJ if STREAM][warp][key block][4][lane]
+                int tokens, int heads, int count, double query_scale) {  // the others as in backward.cu
     SHARED;
     float* const floats = (float*)shared;
     const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5, row = lane >> 2, column = lane & 3;
     const int group = warp / KEY_PARTS, part = warp % KEY_PARTS, block = blockIdx.x % VALUE_BLOCKS;
-    const int count = gridDim.x / (VALUE_BLOCKS * heads), number = blockIdx.x / VALUE_BLOCKS % count;  // of spans
+    const int items = gridDim.x / VALUE_BLOCKS, item = blockIdx.x / VALUE_BLOCKS;
+    const int number = item % (items / count), rank = item / (items / count);  // of the span and of the head
     const Span span = read_span(spans, number);
-    if (thread == 0) shared[HEAD] = (u32)order[blockIdx.x / VALUE_BLOCKS / count];
+    if (thread == 0) shared[HEAD] = (u32)chosen[rank];
     __syncthreads();
     auto head = [&]() -> i64 { return *(volatile int*)(shared + HEAD); };  // read anew, as thread_index
     const int length = (int)span.length;
     const float p = prior[head()], scale = (float)query_scale;
     const u32 identity = (2 * column == row ? 0x3f80u : 0u) | (2 * column + 1 == row ? 0x3f800000u : 0u);
 
-    // This lane's part of key block b of a state [V, K], and of its own scratch.
+    // This lane's part of key block b of a state [V, K], and of one in pieces.
     const int own_element = (block * ROWS + group * 16 + 2 * column) * KEYS + part * KEY_BLOCKS * 16 + 2 * row;
     auto place = [&](i64 state, int b) { return state * KEYS * VALUES + own_element + b * 16; };
-    float4* const entries = scratch + ((i64)blockIdx.x * WARPS + warp) * KEY_BLOCKS * (ENTRIES + STREAM) * 128 + lane;
-    float4* const gradient = STREAM ? entries + ENTRIES * KEY_BLOCKS * 128
-                                    : (float4*)(floats + GRADIENT) + warp * KEY_BLOCKS * 128 + lane;
-    // What a block of keys starts from, on its way to shared memory: the state before the chunk's token ENTRY e; dM and
-    // -dJ too, if they are in the scratch, to where this and the next block will leave their sums.
+    // The state before the chunk's token `base`, a multiple of ENTRY; `state`: the chunk's.
+    auto entry = [&](i64 state, int base) -> const float4* {
+        if (base) return scratch + ((i64)blockIdx.x * (ENTRIES - 1 + STREAM) + base / ENTRY - 1) * STATE_PIECES;
+        return chunks + (state * VALUE_BLOCKS + block) * STATE_PIECES;
+    };
+    auto gradient = [&](int b) -> float4* {  // dM and -dJ; 32-bit offsets: registers are what is scarce
+        if (!STREAM) return (float4*)(floats + GRADIENT) + own_piece(b);
+        return scratch + (u32)((blockIdx.x * ENTRIES + ENTRIES - 1) * STATE_PIECES + own_piece(b));
+    };
+    // What a block of keys starts from, on its way to shared memory; dM and -dJ, if they are in the scratch, to where
+    // this and the next block will leave their sums.
     float4* const next_entry = (float4*)(floats + NEXT_ENTRY) + warp * 128 + lane;
     float4* const own_sums = (float4*)(floats + KEY_SUMS) + warp * SUM_BLOCKS * 64 + lane;
-    auto fetch_block = [&](int b, int e) {
-        const float4* const from = entries + (e * KEY_BLOCKS + b) * 128;
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            copy_16((u32*)(next_entry + i * 32), from + i * 32, true);
-            if (STREAM && b) copy_16((u32*)(own_sums + b * 64 + i * 32), gradient + b * 128 + i * 32, true);
-        }
+    auto fetch_block = [&](int b, const float4* from) {
+        copy_block(next_entry, from + own_piece(b));
+        if (STREAM && b) copy_block(own_sums + b * 64, gradient(b));
         copies_issued();
     };
     // Of the tile; where a token is meant that depends on the lane, its number is the lane's row.
@@ -93,19 +96,16 @@ backward_tensor(const u16* __restrict__ q, const u16* __restrict__ k, const u16*
         const int key_block = part * KEY_BLOCKS + b, base = tile.first / ENTRY * ENTRY;
         float M[2][4], I[2][4], dM[2][4], X[2][4], of_dq[4] = {}, of_n[4] = {}, of_x[4] = {};  // X = -dJ
         copies_arrived();
-        read_block(dM, X, STREAM ? own_sums + b * 64 : gradient + b * 128, carry);
-        read_block(M, I, next_entry, entry_decay, p);
+        read_block(dM, X, STREAM ? own_sums + b * 64 : gradient(b), carry);
+        read_block<true>(M, I, next_entry, entry_decay, p);
         if (b == 0) fetch_tile(shared, q, d_output, span.first, start + tile.first, heads, head(), block);
-        if (b + 1 < KEY_BLOCKS) fetch_block(b + 1, base / ENTRY);
-        if (tile.first > base) add_tokens(shared, 0, M, I, key_block, group, base);
+        if (b + 1 < KEY_BLOCKS) fetch_block(b + 1, *(const float4* volatile*)(shared + TILE_ENTRY));
+        if (tile.first > base + 8) add_tokens(shared, 0, M, I, key_block, group, base);
+        else if (tile.first > base) add_tokens<8>(shared, 0, M, I, key_block, group, base);
         const uint2 raw = *(const uint2*)(shared + KEY + tile.token(row) * KEY_ROW + key_block * 8 + 2 * column);
         const u32 k_factor[2] = {__byte_perm(raw.x, raw.y, 0x5410), __byte_perm(raw.x, raw.y, 0x7632)};
-        u32 square[2], n[2][4], x[2][4], turned[4], end_m[4] = {}, end_j[4] = {};
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            const float k0 = low_bf16(k_factor[h]), k1 = high_bf16(k_factor[h]);
-            square[h] = pack_bf16(k0 * k0, k1 * k1);
-        }
+        const u32 square[2] = {times(k_factor[0], k_factor[0]), times(k_factor[1], k_factor[1])};
+        u32 n[2][4], x[2][4], turned[4], end_m[4] = {}, end_j[4] = {};
         if (!PULL) {  // what comes after the tile acts like a token after its last
 #pragma unroll
             for (int i = 0; i < 4; i++) {
@@ -197,9 +197,10 @@ backward_tensor(const u16* __restrict__ q, const u16* __restrict__ k, const u16*
                 tail = fmaf(-high_bf16(end_j[i]), I[v][e + 1] - last_prior, tail);
             }
         }
-        write_block(dM, X, gradient + b * 128);
+        write_block(dM, X, gradient(b));
         if (PULL) return;
         float to_dk[4];
+        const int lane = thread_index() & 31, row = lane >> 2, column = lane & 3;
 #pragma unroll
         for (int c = 0; c < 2; c++) {
             const u32 key = shared[KEY + tile.token(2 * column + c) * KEY_ROW + key_block * 8 + row];
@@ -277,28 +278,26 @@ backward_tensor(const u16* __restrict__ q, const u16* __restrict__ k, const u16*
         }
     };
 
-    const i64 item = (i64)number * heads + head();
     for (int b = 0; b < KEY_BLOCKS; b++) {
+        const i64 last = (i64)number * heads + head();
         float m[2][4], j[2][4];
-        load_block(m, d_last_m, place(item, b)), load_block(j, d_last_j, place(item, b));
+        load_block(m, d_last_m, place(last, b)), load_block(j, d_last_j, place(last, b));
 #pragma unroll
         for (int e = 0; e < 8; e++) j[e / 4][e % 4] = -j[e / 4][e % 4];
-        write_block(m, j, gradient + b * 128);
+        write_block(m, j, gradient(b));
     }
     for (int x = thread; x < TILE * ALL_BLOCKS * 4; x += THREADS) shared[UPDATE + x / 4 * RECORD + 64 + x % 4] = 0u;
     if (length) fetch_tile(shared, q, d_output, span.first, length, heads, head(), block);
     for (start = length ? (length - 1) / CHUNK * CHUNK : -1; start >= 0; start -= CHUNK) {
         const int chunk_tokens = min(CHUNK, length - start);
-        const i64 state = span.chunk_base * heads + head() * span.chunks + span.chunk + start / CHUNK;
+        const i64 state = span.chunk_base * count + (i64)rank * span.chunks + span.chunk + start / CHUNK;
         const i64 row0 = (span.first + start) * heads + head();
         __syncthreads();
         fetch_chunk(shared, k, w, beta, row0, heads, block, chunk_tokens);
         for (int t = thread; t < CHUNK; t += THREADS)
             floats[DECAY + t] = t < chunk_tokens ? g[row0 + t * heads] : 0.f;
-        float m[KEY_BLOCKS][2][4], j[KEY_BLOCKS][2][4];
-#pragma unroll
-        for (int b = 0; b < KEY_BLOCKS; b++)
-            load_block(m[b], chunks_m, place(state, b)), load_block(j[b], chunks_j, place(state, b));
+        float next_m[2][4], next_j[2][4];
+        load_pieces(next_m, next_j, entry(state, 0) + own_piece(0));
         copies_arrived();
         __syncthreads();
         write_tiles(shared, chunk_tokens);
@@ -306,17 +305,19 @@ backward_tensor(const u16* __restrict__ q, const u16* __restrict__ k, const u16*
         const float2 wholes = prepare_entries(shared);
         __syncthreads();
 #pragma unroll 1
-        for (int e = 0; e < ENTRIES && e * ENTRY < chunk_tokens; e++) {
-            const int before = (e - 1) * ENTRY;
-            const float whole = __shfl_sync(~0u, before < 32 ? wholes.x : wholes.y, before & 31);
+        for (int b = 0; b < KEY_BLOCKS; b++) {
+            float m[2][4], j[2][4];
 #pragma unroll
-            for (int b = 0; b < KEY_BLOCKS; b++) {
-                if (e) {
+            for (int c = 0; c < 8; c++) m[c / 4][c % 4] = next_m[c / 4][c % 4], j[c / 4][c % 4] = next_j[c / 4][c % 4];
+            if (b + 1 < KEY_BLOCKS) load_pieces(next_m, next_j, entry(state, 0) + own_piece(b + 1));
+#pragma unroll 1
+            for (int e = 1; e < ENTRIES && e * ENTRY < chunk_tokens; e++) {
+                const int before = (e - 1) * ENTRY;
+                const float whole = __shfl_sync(~0u, before < 32 ? wholes.x : wholes.y, before & 31);
 #pragma unroll
-                    for (int c = 0; c < 8; c++) m[b][c / 4][c % 4] *= whole, j[b][c / 4][c % 4] *= whole;
-                    add_tokens(shared, e - 1, m[b], j[b], part * KEY_BLOCKS + b, group, (e - 1) * ENTRY);
-                }
-                write_block(m[b], j[b], entries + (e * KEY_BLOCKS + b) * 128);
+                for (int c = 0; c < 8; c++) m[c / 4][c % 4] *= whole, j[c / 4][c % 4] *= whole;
+                add_tokens(shared, e - 1, m, j, part * KEY_BLOCKS + b, group, before);
+                write_block<true>(m, j, (float4*)entry(state, e * ENTRY) + own_piece(b));
             }
         }
         __syncthreads();
@@ -325,9 +326,11 @@ backward_tensor(const u16* __restrict__ q, const u16* __restrict__ k, const u16*
             tile = read_tile(shared, end);
             direct = direct || tile.careful;
             const int base = tile.first / ENTRY * ENTRY;
-            fetch_block(0, base / ENTRY);
+            const float4* const from = entry(state, base);
+            fetch_block(0, from);
+            if (thread == 0) *(const float4**)(shared + TILE_ENTRY) = from;
             float4 after[4];  // the first block's dM and -dJ: where they go, sums may still be read
-            for (int i = 0; i < 4 * STREAM; i++) after[i] = __ldcg(gradient + i * 32);
+            for (int i = 0; i < 4 * STREAM; i++) after[i] = __ldcg(gradient(0) + i * 32);
             entry_decay = prepare_start(shared, base, tile.first);
             prepare_tile(shared, tile, p, scale);
             const int d_at = NEXT_D_OUTPUT + min(TILE - tile.tokens + row, TILE - 1) * ROWS / 2 + group * 8 + column;
@@ -336,10 +339,10 @@ backward_tensor(const u16* __restrict__ q, const u16* __restrict__ k, const u16*
             for (int i = 0; i < 4 * STREAM; i++) own_sums[i * 32] = after[i];
             // Once a chunk: the one to come, on its way to the cache, late enough to be there still when it is wanted.
             if (start && tile.first == 0) {
-                const i64 state = span.chunk_base * heads + head() * span.chunks + span.chunk + start / CHUNK - 1;
-                const i64 before = (state * VALUES + block * ROWS) * KEYS;
+                const i64 state = span.chunk_base * count + (i64)rank * span.chunks + span.chunk + start / CHUNK - 1;
+                const float4* const before = entry(state, 0);
                 const i64 row0 = (span.first + start - CHUNK) * heads + head();
-                prefetch_chunk(k, w, beta, chunks_m + before, chunks_j + before, row0, heads, block);
+                prefetch_chunk(k, w, beta, before, row0, heads, block);
             }
             const i64 first = span.first + start + tile.first;
             const int at = tile.token(row) * VALUE_ROW + group * 8 + column;
@@ -367,13 +370,12 @@ backward_tensor(const u16* __restrict__ q, const u16* __restrict__ k, const u16*
 
     // What remains: the gradient of the span's first state, dg of its first token, dprior.
     tail = 0.f;
-    const i64 state = span.chunk_base * heads + head() * span.chunks + span.chunk;
+    const i64 state = span.chunk_base * count + (i64)rank * span.chunks + span.chunk;
     const i64 last = (i64)number * heads + head();
     for (int b = 0; b < KEY_BLOCKS; b++) {
-        float dM[2][4], X[2][4], M[2][4], J[2][4];
-        read_block(dM, X, gradient + b * 128, alpha);
-        load_block(M, length ? chunks_m : nullptr, place(state, b));
-        load_block(J, length ? chunks_j : nullptr, place(state, b));
+        float dM[2][4], X[2][4], M[2][4] = {}, J[2][4] = {};
+        read_block(dM, X, gradient(b), alpha);
+        if (length) load_pieces(M, J, entry(state, 0) + own_piece(b));
 #pragma unroll
         for (int e = 0; e < 8; e++) {
             const i64 at = place(last, b) + (e / 4 * 8 + e % 2) * KEYS + e % 4 / 2;

@@ -3,13 +3,14 @@
 #include "backward_layout.cuh"
 
 // Adds to a block of M and J what the tokens base .. base + ENTRY - 1 write: run `run` of the decayed ones.
+template <int TOKENS = ENTRY>
 __device__ __forceinline__ void add_tokens(const u32* shared, int run, float (&M)[2][4], float (&J)[2][4],
                                            int key_block, int group, int base) {
     const int lane = threadIdx.x & 31, matrix = lane / 8, in = lane % 8;
     const u32* const factors = shared + DECAYED + run * 4 * FACTOR + key_block * 8 + matrix % 2 * 4;
     const u32* const rows = shared + WRITE + (base + in) * VALUE_ROW + group * 8;
     u32 a[4];
-    if (ENTRY == 8) {
+    if (TOKENS == 8) {
         u32 b[4];
         load_transposed(b, rows + matrix % 2 * 4 + matrix / 2 * CHUNK * VALUE_ROW);
 #pragma unroll
@@ -186,13 +187,21 @@ __device__ __forceinline__ void prepare_tile(u32* shared, const Tile& tile, floa
 // q and dy of the 8 tokens before token `end` of the span, on their way.
 __device__ __forceinline__ void fetch_tile(u32* shared, const u16* q, const u16* d_output, i64 span_first, int end,
                                            int heads, i64 head, int block) {
-    for (int x = threadIdx.x; x < TILE * (KEYS + ROWS) / 8; x += THREADS) {
-        const bool query = x < TILE * KEYS / 8;
-        const int y = query ? x : x - TILE * KEYS / 8, per = (query ? KEYS : ROWS) / 8, t = end - TILE + y / per;
-        const i64 at = (span_first + t) * heads + head;
-        const u16* const from = query ? q + at * KEYS : d_output + at * VALUES + block * ROWS;
-        u32* const to = shared + (query ? NEXT_QUERY : NEXT_D_OUTPUT) + 4 * y;
-        copy_16(to, t < 0 ? q : from + y % per * 8, t >= 0);
+    // Keys from the first threads on, values from the last: where there are enough of them, none does both.
+    const int own = thread_index();
+    const i64 before = (span_first + end - TILE) * heads + head;
+#pragma unroll 1
+    for (int y = own; y < TILE * KEYS / 8; y += THREADS) {
+        const int t = y / (KEYS / 8);
+        const bool valid = end - TILE + t >= 0;
+        copy_16(shared + NEXT_QUERY + 4 * y, valid ? q + (before + t * heads) * KEYS + y % (KEYS / 8) * 8 : q, valid);
+    }
+#pragma unroll 1
+    for (int y = THREADS - 1 - own; y < TILE * ROWS / 8; y += THREADS) {
+        const int t = y / (ROWS / 8);
+        const bool valid = end - TILE + t >= 0;
+        const u16* const from = d_output + (before + t * heads) * VALUES + block * ROWS + y % (ROWS / 8) * 8;
+        copy_16(shared + NEXT_D_OUTPUT + 4 * y, valid ? from : q, valid);
     }
     copies_issued();
 }
@@ -216,9 +225,9 @@ __device__ __forceinline__ void fetch_chunk(u32* shared, const u16* k, const u16
 }
 
 // The same and the states before the chunk, to the cache that all multiprocessors share.
-__device__ __forceinline__ void prefetch_chunk(const u16* k, const u16* w, const u16* beta, const float* m,
-                                               const float* j, i64 row0, int heads, int block) {
-    for (int x = threadIdx.x; x < ROWS * KEYS / 32; x += THREADS) prefetch(m + 32 * x), prefetch(j + 32 * x);
+__device__ __forceinline__ void prefetch_chunk(const u16* k, const u16* w, const u16* beta, const float4* states,
+                                               i64 row0, int heads, int block) {
+    for (int x = threadIdx.x; x < ROWS * KEYS / 16; x += THREADS) prefetch(states + 8 * x);
     for (int t = threadIdx.x; t < CHUNK; t += THREADS) {
         for (int x = 0; x < KEYS; x += 64) prefetch(k + (row0 + t * heads) * KEYS + x);
         for (int x = 0; x < ROWS; x += 64) {

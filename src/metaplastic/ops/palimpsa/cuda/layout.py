@@ -84,7 +84,7 @@ def states(keys: int, values: int) -> Layout:
     needed = -(-values // 16)
     blocks = -(-needed // max(1, 12 // parts))
     groups = -(-needed // blocks)
-    resident = max(1, 12 // (groups * parts))
+    resident = max(1, (16 if tiles == 8 else 12) // (groups * parts))  # as many warps as registers allow, and help
     shape = {"KEY_TILES": tiles, "KEY_PARTS": parts, "ROW_GROUPS": groups, "BLOCKS": resident}
     return Layout(16 * groups, resident, shape)
 

@@ -12,11 +12,16 @@
 // state after the span as if it began with an empty memory, and the span's decay).
 //
 // A block takes ROWS values of one head and one span; warps own 16 rows times PART keys.
-// Given when compiling: KEY_TILES (of 8 keys, even, per warp), KEY_PARTS, ROW_GROUPS, JOB, BLOCKS (per multiprocessor).
+// Given when compiling: KEY_TILES (of 8 keys, even, per warp), KEY_PARTS, ROW_GROUPS, JOB, BLOCKS (per multiprocessor);
+// PIECES: if 1, chunks' states are written as backward_tensor.cu takes them, M and J together (K, V multiples of 16):
+// [state][16 values][16 keys][M, J][8 values][lane] float4.
 #include "common.cuh"
 
 #define CHUNKS 1
 #define LOCAL 2
+#ifndef PIECES
+#define PIECES 0
+#endif
 constexpr int WARPS = ROW_GROUPS * KEY_PARTS, THREADS = 32 * WARPS, ROWS = 16 * ROW_GROUPS, TOKENS = 32, CHUNK = 64;
 constexpr int PART = 8 * KEY_TILES, KEYS = PART * KEY_PARTS;
 
@@ -31,15 +36,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 states(const u16* __restrict__ k, const u16* __restrict__ w, const u16* __restrict__ beta, const float* __restrict__ g,
        const i64* __restrict__ spans, const float* __restrict__ entry_m, const float* __restrict__ entry_j,
        float* __restrict__ to_m, float* __restrict__ to_j, float* __restrict__ span_decay,
+       const i64* __restrict__ chosen, int count,  // these heads alone, in this order; or null: all
        int heads, int key_size, int value_size) {
     SHARED;
     u32 *const values = shared + 2 * TILE, *const stage = values + 6 * VALUES;
     const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5, row = lane >> 2, column = lane & 3;
     const int group = warp / KEY_PARTS, part = warp % KEY_PARTS;
     const int blocks = (value_size + ROWS - 1) / ROWS;
-    const i64 item = blockIdx.x / blocks, head = item % heads;
+    const i64 item = blockIdx.x / blocks, rank = item % count, head = chosen ? chosen[rank] : rank;
     const int first_row = blockIdx.x % blocks * ROWS, own_row = first_row + group * 16 + 2 * row;
-    const Span span = read_span(spans, item / heads);
+    const Span span = read_span(spans, item / count);
     if (JOB == LOCAL && span.sequence >= 0) return;  // nothing follows: nobody asks
     const int length = (int)span.length;
     const u32 key_step = heads * key_size, value_step = heads * value_size;
@@ -50,6 +56,18 @@ states(const u16* __restrict__ k, const u16* __restrict__ w, const u16* __restri
     const int own_key = part * PART + 2 * column;
     auto row_offset = [&](i64 state, int r) { return (state * value_size + own_row + r) * key_size + own_key; };
     auto store = [&](i64 state) {
+        if (PIECES) {  // of lane (r, c) there: values 2 c, 2 c + 1, each with keys 2 r, 2 r + 1
+            float4* const to = (float4*)to_m + (state * value_size + own_row) / 16 * (key_size / 16) * 128;
+            const int own = row / 4 * 32 + column * 4 + row % 4;
+#pragma unroll
+            for (int n = 0; n < KEY_TILES; n++) {
+                const int key = part * PART + 8 * n;
+                if (own_row >= value_size || key >= key_size) continue;
+                float4* const at = to + key / 16 * 128 + n % 2 * 16 + own;
+                at[0] = {M[n][0], M[n][1], M[n][2], M[n][3]}, at[64] = {J[n][0], J[n][1], J[n][2], J[n][3]};
+            }
+            return;
+        }
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             if (own_row + r >= value_size) continue;
@@ -67,7 +85,7 @@ states(const u16* __restrict__ k, const u16* __restrict__ w, const u16* __restri
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             bool valid = entry_m && JOB == CHUNKS && own_row + r < value_size && own_key + 8 * n < key_size;
-            i64 at = row_offset(item, r) + 8 * n;
+            i64 at = row_offset(item / count * heads + head, r) + 8 * n;
             float2 m = {0.f, 0.f}, j = m;
             if (valid) m = *(const float2*)(entry_m + at), j = *(const float2*)(entry_j + at);
             M[n][2 * r] = m.x, M[n][2 * r + 1] = m.y, J[n][2 * r] = j.x, J[n][2 * r + 1] = j.y;
@@ -134,7 +152,7 @@ states(const u16* __restrict__ k, const u16* __restrict__ w, const u16* __restri
         const float decay = tile_decay;
         load(t0 + 2 * TOKENS, buffer, (place + 2) % 3);
         if (JOB == CHUNKS && t0 % CHUNK == 0)
-            store(span.chunk_base * heads + head * span.chunks + span.chunk + t0 / CHUNK);
+            store(span.chunk_base * count + rank * span.chunks + span.chunk + t0 / CHUNK);
         whole_decay *= decay;
 #pragma unroll
         for (int n = 0; n < KEY_TILES; n++)
