@@ -21,16 +21,24 @@ def bench_ops(
     from . import results
     from .evaluation import speed
 
-    measured = {}
+    measured, path = {}, output / "results.json"
+
+    def keep(name: str, found: dict) -> None:
+        measured[name] = found
+        record = results.record("bench ops", measured, seeds=[0, 1], settings={})
+        results.write_json(path, record)  # after every part: it may be cut short
+
+    def tell(row: str, value: str) -> None:
+        console.print(f"  {row}: {value}", highlight=False, soft_wrap=True)
+
     for name, measure in speed.OPERATORS.items():
+        console.print(name)
         with console.status(f"timing {name}"):
-            measured[name] = measure()
-        print_table(name, *speed.operator_rows(measured[name]))
+            keep(name, measure(tell=tell))
     if decode:
         with console.status("timing a decode step of the 170M model"):
-            measured["decode"] = speed.bench_decode()
+            keep("decode", speed.bench_decode())
         print_table("A decode step", *speed.decode_rows(measured["decode"]))
-    path = results.write_json(output / "results.json", results.record("bench ops", measured, seeds=[0, 1], settings={}))
     console.print(f"results: {path}")
 
 

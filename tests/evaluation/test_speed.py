@@ -18,9 +18,16 @@ def test_bench_measures_what_it_says():
 
 
 @pytest.mark.parametrize("name", ["bayesian_cpu", "delta_cpu"])
-def test_every_operator_is_measured_against_its_token_loop(name):
-    sizes = {"batch": 1, "length": 96, "heads": 2, "key_size": 8, "value_size": 6}
-    found = speed.OPERATORS[name](**sizes, repetitions=2)
+def test_every_operator_is_measured_against_its_token_loop(name, monkeypatch):
+    sizes: dict = {"batch": 1, "length": 96, "heads": 2, "key_size": 8, "value_size": 6}
+    calls, medians = [], speed.medians
+    monkeypatch.setattr(speed, "medians", lambda *x, **options: calls.append(x) or medians(*x, **options))
+    told = []
+    found = speed.OPERATORS[name](**sizes, repetitions=2, tell=lambda *row: told.append((row, len(calls))))
+    assert [row for row, _ in told] == speed.operator_rows(found)
+    # Each as soon as it is known: the shape before anything runs, the forward's times before any backward.
+    at = {row: count for (row, _), count in told}
+    assert at["shape"] == 0 < at["forward: chunked"] < at["forward and backward: chunked"] <= len(calls)
     assert found["shape"] == sizes and f"{found['operator']}_cpu" == name
     for part in ("forward", "forward_backward"):
         ratio = found[f"reference_{part}_ms"] / found[f"chunked_{part}_ms"]

@@ -29,6 +29,9 @@ PALIMPSA_D_170M: dict[str, Any] = {
 }
 
 
+Tell = Callable[[str, str], object]
+
+
 def operator_inputs(
     op: str, batch: int, length: int, heads: int, key_size: int, value_size: int
 ) -> dict[str, torch.Tensor]:
@@ -72,12 +75,15 @@ def medians(sides: dict[str, Callable[[], Any]], repetitions: int, seldom: str =
     return {name: statistics.median(t) for name, t in times.items()}
 
 
-def bench_operator(op: str, backends: tuple[str, ...], *, repetitions: int = 9, **shape: int) -> dict[str, Any]:
+def bench_operator(
+    op: str, backends: tuple[str, ...], *, repetitions: int = 9, tell: Tell = lambda *row: None, **shape: int
+) -> dict[str, Any]:
     """Backends of ``ops.<op>`` on the CPU against its token loop under autograd: same inputs, same run.
 
     The token loop takes every third turn: long, and what it frees slows whoever is next, which a median forgives.
     The memory is that of the first backend and of the token loop, forward and backward, beyond the floor: the outputs,
     the loss's product with them and the gradients of both and of the inputs.
+    ``tell`` gets each row of :func:`operator_rows` as soon as it is measured.
     """
     inputs = operator_inputs(op, **shape)
     written = inputs["w" if op == "palimpsa" else "v"]
@@ -91,18 +97,27 @@ def bench_operator(op: str, backends: tuple[str, ...], *, repetitions: int = 9, 
         return lambda: torch.autograd.grad((forward(backend)() * weights).sum(), list(inputs.values()))
 
     sides = (*backends, "reference")
-    took = {
-        "forward": medians({n: forward(n) for n in sides}, repetitions, seldom="reference"),
-        "forward_backward": medians({n: both(n) for n in sides}, repetitions, seldom="reference"),
-    }
     floor = sum(x.numel() for x in (*inputs.values(), weights, weights, weights)) * 4
     found: dict[str, Any] = {"operator": op, "shape": shape, "threads": torch.get_num_threads()}
-    for part, seconds in took.items():
+    told = 0
+
+    def tell_more() -> None:
+        nonlocal told
+        rows = operator_rows(found)
+        for row in rows[told:]:
+            tell(*row)
+        told = len(rows)
+
+    tell_more()
+    for part, side in {"forward": forward, "forward_backward": both}.items():
+        seconds = medians({n: side(n) for n in sides}, repetitions, seldom="reference")
         found |= {f"{n}_{part}_ms": s * 1e3 for n, s in seconds.items()}
         found |= {f"{n}_{part}_speedup": seconds["reference"] / seconds[n] for n in backends}
+        tell_more()
     found["memory_floor_mb"] = floor / 2**20
     for n in (backends[0], "reference"):
         found[f"{n}_extra_peak_memory_mb"] = max(0.0, peak_growth(both(n)) - floor) / 2**20
+    tell_more()
     return found
 
 
@@ -123,7 +138,8 @@ def operator_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
     rows = [("shape", sizes), ("threads", str(found["threads"]))]
     names = {"reference": "token loop", "chunked": "chunked", "cpu": "CPU kernel"}
     for part, shown in {"forward": "forward", "forward_backward": "forward and backward"}.items():
-        loop = found[f"reference_{part}_ms"]
+        if (loop := found.get(f"reference_{part}_ms")) is None:  # not measured yet
+            continue
         for side, name in names.items():
             if (took := found.get(f"{side}_{part}_ms")) is None:
                 continue
@@ -132,9 +148,9 @@ def operator_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
                 row += f", {loop / took:,.3g} times the token loop's speed"
                 row += " (slower: on a CPU chunks save memory, not time)" if side == "chunked" and took > loop else ""
             rows.append((f"{shown}: {name}", row))
-    beyond = f"MiB beyond the {found['memory_floor_mb']:,.4g} MiB of outputs and gradients"
     for side, name in names.items():
         if (memory := found.get(f"{side}_extra_peak_memory_mb")) is not None:
+            beyond = f"MiB beyond the {found['memory_floor_mb']:,.4g} MiB of outputs and gradients"
             rows.append((f"{name}, extra peak memory", f"{memory:,.4g} {beyond}"))
     return rows
 

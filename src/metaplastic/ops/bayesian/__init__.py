@@ -96,8 +96,11 @@ def bayesian(
         mean, covariance = initial_state
         contract.check_finite(op, "initial_state.mean", mean)
         _check_covariance(covariance)
-        if not (length == 1 and covariance.is_cuda and not torch.is_grad_enabled()):  # decoding keeps its symmetry
-            covariance = (covariance + covariance.mT) / 2  # its gradient is symmetric, whatever the backend
+        # Its gradient is symmetric, whatever the backend. A decoding step on a GPU saves itself that: all backends but
+        # the reference return a covariance that is symmetric to the last bit.
+        decoding = length == 1 and covariance.is_cuda and not torch.is_grad_enabled()
+        if backend == "reference" or not decoding:
+            covariance = (covariance + covariance.mT) / 2
     if backend != "reference":
         inputs = (q, k, v, g, process_noise, observation_noise, rotation, mean, covariance)
         contract.refuse_forward_mode(op, *inputs)

@@ -33,14 +33,15 @@ class Call:
         """What belongs to ``c``, in the compute dtype unless another one is given."""
 
         def part(x: Tensor) -> Tensor:
-            return self.chunks.take(x, c).to(self.dtype if dtype is None else dtype).transpose(1, 2)
+            return self.tokens(x, c).to(self.dtype if dtype is None else dtype).transpose(1, 2)
 
-        q, k, v, g, process, observation = map(part, self.inputs)
+        q, k, v, *gates = map(part, self.inputs)
+        g, process, observation = (x.contiguous() for x in gates)  # or all products with them would be strided
         noise = observation.mT[..., None]  # [n, H, G, C, 1]
         if self.offsets is not None:  # beyond a sequence's end everything is 0, an identity if the noise is positive
             noise = noise.where(noise > 0, 1)
         return Inputs(
-            (q * self.scale)[:, :, None],
+            (q if self.scale == 1 else q * self.scale)[:, :, None],
             k[:, :, None],
             v.unflatten(-1, (self.groups, -1)).transpose(2, 3),
             g[:, :, None],
@@ -48,6 +49,10 @@ class Call:
             noise,
             None if self.rotation is None else part(self.rotation)[:, :, None],
         )
+
+    def tokens(self, x: Tensor, c: Any) -> Tensor:
+        """Of ``x [B, T, H, ...]``: ``[n, C, H, ...]``."""
+        return self.chunks.take(x, c)
 
     def put(self, out: Tensor, c: Any, value: Tensor) -> None:
         """``[n, H, 1 or G, C, x]`` into ``[B, T, H, ...]``: the group axis joins the last one."""

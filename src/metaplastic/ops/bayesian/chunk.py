@@ -12,11 +12,13 @@ standard deviation of their noise), so the noise is 1, pivots are at least 1 and
     output = Qg M0 + Z e                              var_t = Qg_t P0 Qg_t + Q_t N_t Q_t - sum_s Z[t, s]^2
     P' = last P0 last + N_C - U^T U                   M' = last x M0 + U^T e
 
-<x, R y>[t, s] = sum_d x_td R_d[t, s] y_sd. Decays are masked segment sums, never differences of cumulative sums: exact
-beside g = -1000, and -inf is allowed. With rotations all of this is in a frame that turns with the keys, where N_t also
+<x, R y>[t, s] = sum_d x_td R_d[t, s] y_sd. Decays are products of exp(g), never quotients: exact beside g = -1000,
+and -inf is allowed. With rotations all of this is in a frame that turns with the keys, where N_t also
 couples the two keys of a pair.
 
-Shapes: [n, H, G, C, ...]; what groups share has G = 1.
+Shapes: [n, H, G, C, ...]; what groups share has G = 1. What has the same factor on the left stands side by side and is
+multiplied at once, [U, e] = L^-1 [B, V - Kg M0]; keys and queries likewise. Matrices of pairs of tokens have a row for
+the earlier one (X^T, Z^T). What needs no state, and what follows from the states, is done for several chunks at once.
 """
 
 from typing import NamedTuple
@@ -24,7 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..decay import Decay
+from .head_decay import HeadDecay
 from .key_decay import KeyDecay
 
 
@@ -35,30 +37,15 @@ class Noise(NamedTuple):
     pair: Tensor | None  # [..., C, K / 2]
 
     def times(self, x: Tensor) -> Tensor:
-        y = self.diagonal * x
-        return y if self.pair is None else y + self.pair.repeat_interleave(2, -1) * swapped(x)
+        y = x * self.diagonal
+        return y if self.pair is None else y + swapped(x) * self.pair.repeat_interleave(2, -1)
 
-    def last_as_matrix(self, keys: int) -> Tensor:
-        """``[..., K, K]`` of the last token."""
-        last = self.diagonal[..., -1, :]
-        matrix = torch.diag_embed(last.expand(*last.shape[:-1], keys))
+    def add_last(self, covariance: Tensor, rows: slice) -> None:
+        """That of the last token, to ``[..., K, K]``."""
+        covariance.diagonal(dim1=-2, dim2=-1).add_(self.diagonal[rows][..., -1, :])
         if self.pair is not None:
-            pair = self.pair[..., -1, :].repeat_interleave(2, -1)
-            matrix = matrix + pair[..., :, None] * _swap_matrix(keys, pair)
-        return matrix
-
-
-class Gradients(NamedTuple):
-    """Of one chunk's inputs. dk and dv are of the whitened ones; noises are gathered ones (N)."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    log_decay: Tensor  # [..., C, K], without what passes through the noise
-    known: Tensor  # of A's diagonal, which alone has a token's observation noise in it
-    noise: Noise
-    mean: Tensor | None
-    covariance: Tensor | None
+            for beside in (-1, 1):
+                covariance.diagonal(beside, -2, -1)[..., ::2].add_(self.pair[rows][..., -1, :])
 
 
 def swapped(x: Tensor) -> Tensor:
@@ -66,159 +53,126 @@ def swapped(x: Tensor) -> Tensor:
     return x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
 
 
-def _swap_matrix(keys: int, like: Tensor) -> Tensor:
-    return swapped(torch.eye(keys, dtype=like.dtype, device=like.device))
-
-
 def symmetric(x: Tensor) -> Tensor:
-    return (x + x.mT) / 2
+    return (x + x.mT).mul_(0.5)
+
+
+def flat(x: Tensor) -> Tensor:
+    """``[n, H, G, ...]`` as one batch of matrices."""
+    return x.flatten(0, -3)
+
+
+def inside(x: Tensor) -> Tensor:
+    """The same, to be written to: never a copy."""
+    return x.view(x.shape[:-2].numel(), *x.shape[-2:])
+
+
+def decayed(covariance: Tensor, last: Tensor) -> Tensor:
+    """Over a whole chunk: last P last."""
+    return last.square() * covariance if last.shape[-1] == 1 else (last.mT * covariance).mul_(last)
+
+
+ALL = slice(None)
 
 
 class Chunk:
-    """k ``[n, H, G, C, K]``, v ``[n, H, G, C, V / G]``, mean ``[n, H, G, K, V / G]``, covariance ``[n, H, G, K, K]``.
+    """Tokens ``both`` ``[n, H, G, 2 C, K]``: the C whitened keys, and after them the C queries, which groups share; v
+    ``[n, H, G, C, V / G]``. n counts the rows of one chunk or of several.
 
-    Queries q ``[n, H, 1, C, K]`` are shared by the groups. ``whitening``: L^-1, if it is known already, or, to
-    ``refine``, known about as exactly as in float32. The covariance may be in a wider dtype than all else; then so is
-    what rounding would do lasting harm to. A key that is seen again and again leaves P k tiny beside a P that goes on
-    growing: in float32 every token would write rounding errors of P along directions that no token corrects.
+    :meth:`enter` with the states of every row, then :meth:`close`.
     """
 
-    def __init__(
-        self, k: Tensor, v: Tensor, decay: Decay | KeyDecay, noise: Noise, mean: Tensor, covariance: Tensor,
-        whitening: Tensor | None = None, *, refine: bool = False,
-    ):  # fmt: skip
-        self.k, self.v, self.decay, self.noise, self.mean = k, v, decay, noise, mean
-        self.wide, self.covariance = covariance, covariance.to(k.dtype)
-        # Products with a triangle of ones: at this size several times as fast as tril.
-        self.lower = torch.ones(k.shape[-2], k.shape[-2], dtype=k.dtype, device=k.device).tril()
-        self.strictly_lower = self.lower.tril(-1)
-        self.entered = decay.entry * k  # Kg
-        spread = self.entered.to(covariance.dtype) @ covariance  # W
-        self.spread = spread.to(k.dtype)
-        self.gathered = noise.times(k)  # y
+    def __init__(self, both: Tensor, v: Tensor, decay: HeadDecay | KeyDecay, noise: Noise):
+        self.both, self.v, self.decay, self.noise = both, v, decay, noise
+        shape, self.length, keys, size = both.shape[:3], v.shape[-2], both.shape[-1], v.shape[-1]
+        # Products with a triangle of ones: at this size several times as fast as triu.
+        self.upper = torch.ones(self.length, self.length, dtype=v.dtype, device=v.device).triu_()
+        self.gathered = noise.times(self.k)  # y
+        self.all_entered = self.per_token(both, decay.entry)
+        self.entered, self.entered_q = self.all_entered.split(self.length, -2)  # Kg, Qg
+        self._crossed = decay.crossed(self.gathered, both)
+        self.mean, self.covariance = v.new_empty(*shape, keys, size), v.new_empty(*shape, keys, keys)
+        self.spread = v.new_empty(*shape, self.length, keys)  # W
+        self.whitening = v.new_empty(*shape, self.length, self.length)
+        self.parts = [keys, size]
+        self.given, self.solved = v.new_empty(2, *shape, self.length, keys + size)
+        self.sent, self._residual = self.given.split(self.parts, -1)  # B, V - Kg M0
+        self.gain, self.innovation = self.solved.split(self.parts, -1)  # U, e
+        self.weights = v.new_empty(0)  # Z^T, once it is closed
+
+    @property
+    def k(self) -> Tensor:
+        return self.both[..., : self.length, :]
+
+    @property
+    def q(self) -> Tensor:
+        return self.both[..., self.length :, :]
+
+    def per_token(self, both: Tensor, x: Tensor) -> Tensor:
+        """Keys and queries times ``[..., C, 1 or K]``."""
+        return (both.unflatten(-2, (2, self.length)) * x[..., None, :, :]).flatten(-3, -2)
+
+    def enter(
+        self, mean: Tensor, covariance: Tensor, rows: slice = ALL, whitening: Tensor | None = None,
+        *, refine: bool = False,
+    ) -> None:  # fmt: skip
+        """The states with which some rows begin. ``whitening``: L^-1, if it is known already, or, to ``refine``, known
+        about as exactly as in float32."""
+        self.mean[rows], self.covariance[rows] = mean, covariance
+        spread, entered, sent = self.spread[rows], flat(self.entered[rows]), self.sent[rows]
+        torch.bmm(entered, flat(covariance), out=inside(spread))
+        torch.mul(spread, self.decay.last[rows], out=sent).addcmul_(self.decay.tail[rows], self.gathered[rows])
+        torch.baddbmm(flat(self.v[rows]), entered, flat(mean), alpha=-1, out=inside(self._residual[rows]))
         if whitening is None or refine:
-            known = self._mirrored(self.spread @ self.entered.mT + decay.pairs(k, self.gathered))
+            known = self._crossed[rows][..., : self.length]
+            inside(known).baddbmm_(flat(spread), entered.mT)
             whitening = self._whitening(known, whitening)
-        self.whitening = whitening
-        self.innovation = whitening @ (v - self.entered @ mean)  # e
-        gain = whitening.to(spread.dtype) @ (decay.last * spread + decay.tail * self.gathered)  # U
-        self.gain = gain.to(k.dtype)
+        self.whitening[rows] = whitening
+        torch.bmm(flat(self.whitening[rows]), flat(self.given[rows]), out=inside(self.solved[rows]))
+
+    def close(self) -> None:
+        """What queries have of all these states."""
+        asked = self._crossed[..., self.length :]
+        inside(asked).baddbmm_(flat(self.spread), flat(self.entered_q).mT)
+        weights = torch.bmm(flat(self.whitening), flat(asked * self.upper)).mul_(self.upper)
+        self.weights = weights.view(self.whitening.shape)
+        del self._crossed
 
     def _whitening(self, known: Tensor, near: Tensor | None) -> Tensor:
-        """L^-1 of 1 + ``known``, from one that is ``near`` if there is one."""
-        identity = torch.eye(known.shape[-1], dtype=known.dtype, device=known.device)
+        """L^-1 of 1 + ``known``, of which the upper triangle is read, from one that is ``near`` if there is one.
+
+        ``known`` is overwritten.
+        """
+        identity = torch.eye(self.length, dtype=known.dtype, device=known.device)
         if near is None:
-            factor, info = torch.linalg.cholesky_ex(known + identity)
+            known.diagonal(dim1=-2, dim2=-1).add_(1)
+            factor, info = torch.linalg.cholesky_ex(known.mT)  # which reads the lower triangle
             # An observation noise below what this dtype resolves shows as NaN instead of a plausible wrong number.
-            factor = factor.where((info == 0)[..., None, None], torch.nan)
+            factor.diagonal(dim1=-2, dim2=-1).add_(torch.where(info == 0, 0.0, torch.nan)[..., None])
             # Its pivots are at least 1, so the inverse is safe, and products are faster than solves.
             return torch.linalg.solve_triangular(factor, identity.expand_as(factor), upper=False)
-        half = self.strictly_lower + identity / 2
+        lower = self.upper.mT
+        known = known * self.upper + (known * self.upper.triu(1)).mT + identity
+        half = lower - identity / 2
         for _ in range(3):  # L^-1 A L^-T = 1 + E, whose factor is 1 + E's lower triangle, the diagonal halved, to E^2
-            near = near - ((near @ (known + identity) @ near.mT - identity) * half) @ near
+            near = near - ((near @ known @ near.mT - identity) * half) @ near
         return near
 
-    def _mirrored(self, x: Tensor) -> Tensor:
-        """The symmetric matrix with the lower triangle of x."""
-        return x * self.lower + (x * self.strictly_lower).mT
-
-    def final(self) -> tuple[Tensor, Tensor]:
+    def final(self, rows: slice = ALL) -> tuple[Tensor, Tensor]:
         """Mean and covariance after the chunk."""
-        last = self.decay.last
-        covariance = last.mT * self.wide * last + self.noise.last_as_matrix(self.k.shape[-1])
-        return last.mT * self.mean + self.gain.mT @ self.innovation, symmetric(covariance - self.gain.mT @ self.gain)
+        gain, last = flat(self.gain[rows]), self.decay.last[rows]
+        mean, covariance = last.mT * self.mean[rows], decayed(self.covariance[rows], last)
+        inside(mean).baddbmm_(gain.mT, flat(self.innovation[rows]))
+        inside(covariance).baddbmm_(gain.mT, gain, alpha=-1)
+        self.noise.add_last(covariance, rows)
+        return mean, symmetric(covariance)
 
-    def _weights(self, entered: Tensor, q: Tensor) -> Tensor:
-        """Z: how much each token's read-out takes of each earlier innovation."""
-        crossed = (entered @ self.spread.mT) * self.lower + self.decay.pairs(q, self.gathered)
-        return (crossed.to(self.wide.dtype) @ self.whitening.mT.to(self.wide.dtype)) * self.lower
-
-    def read(self, q: Tensor, want_variance: bool) -> tuple[Tensor, Tensor | None]:
+    def read(self, want_variance: bool) -> tuple[Tensor, Tensor | None]:
         """Output ``[n, H, G, C, V / G]`` and variance ``[n, H, G, C]``."""
-        entered = self.decay.entry * q
-        weights = self._weights(entered, q)
-        output = entered @ self.mean + (weights @ self.innovation.to(weights.dtype)).to(q.dtype)
+        output = torch.bmm(flat(self.entered_q), flat(self.mean))
+        output = output.baddbmm_(flat(self.weights).mT, flat(self.innovation)).view(self.v.shape)
         if not want_variance:
             return output, None
-        before = ((entered @ self.covariance) * entered).sum(-1) + (q * self.noise.times(q)).sum(-1)
-        return output, before - weights.square().sum(-1).to(q.dtype)
-
-    def backward(
-        self, q: Tensor, d_output: Tensor, d_variance: Tensor | None, d_mean: Tensor, d_covariance: Tensor,
-        *, of_states: bool = True,
-    ) -> Gradients:  # fmt: skip
-        """The adjoint: the Cholesky factor and the solves need no gradient of L itself.
-
-        For lower-triangular L, tril(L^T tril(L^-T H)) = tril(H), so all of them together send H, the sum of the
-        products of each solution with its gradient, to A. Without ``of_states`` entry states get none.
-        """
-        k, decay, whitening, gain, innovation = self.k, self.decay, self.whitening, self.gain, self.innovation
-        d_covariance = symmetric(d_covariance)
-        entered_q = decay.entry * q
-        weights = self._weights(entered_q, q)
-        d_gain = innovation @ d_mean.mT - 2 * gain @ d_covariance
-        d_innovation = gain @ d_mean + weights.mT @ d_output
-        d_weights = (d_output @ innovation.mT) * self.lower
-        if d_variance is not None:
-            d_weights = d_weights - 2 * d_variance[..., None] * weights
-        products = self._mirrored(d_gain @ gain.mT + d_innovation @ innovation.mT + d_weights.mT @ weights)
-        d_known = -0.5 * whitening.mT @ products @ whitening
-        d_residual, d_sent = whitening.mT @ d_innovation, whitening.mT @ d_gain  # dV, dB
-        d_crossed = (d_weights @ whitening) * self.lower  # dX
-        d_spread = d_crossed.mT @ entered_q + decay.last * d_sent + d_known @ self.entered
-        d_entered_k = d_known @ self.spread + d_spread @ self.covariance - d_residual @ self.mean.mT
-        d_entered_q = d_output @ self.mean.mT + d_crossed @ self.spread
-        d_entry_mean = d_entry = None
-        if of_states:
-            d_entry_mean = decay.last.mT * d_mean + entered_q.mT @ d_output - self.entered.mT @ d_residual
-            d_entry = decay.last.mT * d_covariance * decay.last + self.entered.mT @ d_spread
-        if d_variance is not None:
-            weighted = d_variance[..., None] * entered_q
-            d_entered_q = d_entered_q + 2 * weighted @ self.covariance
-            d_entry = None if d_entry is None else d_entry + entered_q.mT @ weighted
-        del d_spread, d_gain, d_innovation, d_weights, products, entered_q
-        lower = d_known * (self.lower + self.strictly_lower)  # of a pair and its mirror image
-        from_k, from_q = decay.over_earlier(lower, self.gathered), decay.over_earlier(d_crossed, self.gathered)
-        carried = decay.tail * d_sent
-        d_gathered = decay.over_later(lower, k) + decay.over_later(d_crossed, q) + carried
-        dk = decay.entry * d_entered_k + from_k + self.noise.times(d_gathered)
-        dq = decay.entry * d_entered_q + from_q
-        reads = None
-        if d_variance is not None:
-            reads = d_variance[..., None] * q
-            dq = dq + 2 * self.noise.times(reads)
-        log_decay = (
-            decay.entry * (k * d_entered_k + q * d_entered_q) + k * from_k + q * from_q - self.gathered * d_gathered
-        )
-        at_end = (self.gathered * carried).sum(-2) + decay.last[..., 0, :] * (
-            2 * ((d_covariance * self.covariance) @ decay.last.mT.expand(*self.covariance.shape[:-1], 1))[..., 0]
-            + (d_mean * self.mean).sum(-1)
-            + (d_sent * self.spread).sum(-2)
-        )
-        log_decay = torch.cat([log_decay[..., :-1, :], log_decay[..., -1:, :] + at_end[..., None, :]], -2)
-        return Gradients(
-            dq,
-            dk,
-            d_residual,
-            log_decay.flip(-2).cumsum(-2).flip(-2),
-            d_known.diagonal(dim1=-2, dim2=-1),
-            self._noise_gradient(q, d_gathered, reads, d_covariance),
-            d_entry_mean,
-            None if d_entry is None else symmetric(d_entry),
-        )
-
-    def _noise_gradient(self, q: Tensor, d_gathered: Tensor, reads: Tensor | None, d_covariance: Tensor) -> Noise:
-        """Of N: through y = N K, through the variance's Q N Q, and through the final covariance."""
-        diagonal = self.k * d_gathered
-        if reads is not None:
-            diagonal = diagonal + reads * q
-        ends = d_covariance.diagonal(dim1=-2, dim2=-1)[..., None, :]
-        diagonal = torch.cat([diagonal[..., :-1, :], diagonal[..., -1:, :] + ends], -2)
-        if self.noise.pair is None:
-            return Noise(diagonal, None)
-        pair = self.k * swapped(d_gathered)
-        if reads is not None:
-            pair = pair + reads * swapped(q)
-        ends = (d_covariance * _swap_matrix(q.shape[-1], q)).sum(-1)[..., None, :]
-        pair = torch.cat([pair[..., :-1, :], pair[..., -1:, :] + ends], -2)
-        return Noise(diagonal, pair.unflatten(-1, (-1, 2)).sum(-1))
+        before = torch.bmm(flat(self.entered_q), flat(self.covariance)).view(self.spread.shape)
+        before = before.mul_(self.entered_q).sum(-1) + (self.q * self.noise.times(self.q)).sum(-1)
+        return output, before - self.weights.square().sum(-2)

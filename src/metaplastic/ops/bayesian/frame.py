@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from ...rules.bayesian import rotate
-from ..decay import Decay
-from .chunk import Chunk, Gradients, Noise, swapped, symmetric
+from .adjoint import Adjoint
+from .chunk import ALL, Chunk, Noise, swapped, symmetric
+from .head_decay import HeadDecay
 from .key_decay import KeyDecay
 
 
@@ -33,17 +34,22 @@ class Frame:
     def __init__(self, inputs: Inputs):
         self.given = inputs
         self.angle = None if inputs.rotation is None else inputs.rotation.cumsum(-2)
-        self.decay = KeyDecay(inputs.g) if inputs.g.shape[-1] > 1 else Decay(inputs.g)
+        self.decay = KeyDecay(inputs.g) if inputs.g.shape[-1] > 1 else HeadDecay(inputs.g)
         self.white = inputs.observation_noise.rsqrt()
-        self.q, self.unscaled = self._back(inputs.q), self._back(inputs.k)
-        self.k, self.v = self.unscaled * self.white, inputs.v * self.white
+        self.unscaled, queries = self._back(inputs.k), self._back(inputs.q)
+        length, keys = inputs.k.shape[-2:]
+        both = self.white.new_empty(*self.white.shape[:3], 2 * length, keys)
+        torch.mul(self.unscaled, self.white, out=both[..., :length, :])
+        both[..., length:, :] = queries
+        self.both, self.v = both, torch.empty_like(inputs.v, memory_format=torch.contiguous_format)
+        torch.mul(inputs.v, self.white, out=self.v)
         self.step_noise = self._turned_noise()
         self.noise = Noise(
             self.decay.gathered(self.step_noise.diagonal),
             None if self.step_noise.pair is None else self._of_pairs().gathered(self.step_noise.pair),
         )
 
-    def _of_pairs(self) -> Decay | KeyDecay:
+    def _of_pairs(self) -> HeadDecay | KeyDecay:
         return self.decay.of_pairs() if isinstance(self.decay, KeyDecay) else self.decay
 
     def _back(self, x: Tensor) -> Tensor:
@@ -60,32 +66,37 @@ class Frame:
         cos, sin = (2 * self.angle).cos(), (2 * self.angle).sin()
         return Noise(torch.stack([mean - half * cos, mean + half * cos], -1).flatten(-2), half * sin)
 
+    def open(self) -> Chunk:
+        """To be entered row by row."""
+        return Chunk(self.both, self.v, self.decay, self.noise)
+
     def enter(
         self, mean: Tensor, covariance: Tensor, whitening: Tensor | None = None, *, refine: bool = False
     ) -> Chunk:
-        return Chunk(self.k, self.v, self.decay, self.noise, mean, covariance, whitening, refine=refine)
+        chunk = self.open()
+        chunk.enter(mean, covariance, ALL, whitening, refine=refine)
+        chunk.close()
+        return chunk
 
-    def leave(self, mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
+    def leave(self, mean: Tensor, covariance: Tensor, rows: slice = ALL) -> tuple[Tensor, Tensor]:
         """The state after the chunk, out of the frame."""
         if self.angle is None:
             return mean, covariance
-        last = self.angle[..., -1, :]
+        last = self.angle[rows, ..., -1, :]
         return rotate(mean, last), symmetric(rotate(rotate(covariance, last).mT, last))
 
-    def return_to(self, mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
+    def return_to(self, mean: Tensor, covariance: Tensor, rows: slice = ALL) -> tuple[Tensor, Tensor]:
         """Gradients of the state after the chunk, into the frame."""
         if self.angle is None:
             return mean, covariance
-        last = -self.angle[..., -1, :]
-        return rotate(mean, last), rotate(rotate(covariance, last).mT, last).mT
+        last = -self.angle[rows, ..., -1, :]
+        return rotate(mean, last), symmetric(rotate(rotate(covariance, last).mT, last))
 
-    def gradients(self, chunk: Chunk, d: Gradients, d_mean: Tensor, d_covariance: Tensor) -> list[Any]:
+    def gradients(self, adjoint: Adjoint) -> list[Any]:
         """From the chunk's gradients to those of :class:`Inputs`; what groups share is summed over them."""
-        noise, given = self.step_noise, self.given
+        noise, given, d = self.step_noise, self.given, adjoint.gradients()
         dq, dk, dv = _over_groups(d.q), _over_groups(d.k * self.white), d.v * self.white
         d_gathered = _over_groups(d.noise.diagonal)
-        if self.noise.diagonal.shape[-1] == 1:
-            d_gathered = d_gathered.sum(-1, keepdim=True)
         d_step, d_pair = self.decay.scattered(d_gathered), None
         # N_t = exp(2 g_t) N_{t-1} + noise_t
         d_decay = 2 * (self.noise.diagonal - noise.diagonal) * d_step
@@ -94,15 +105,17 @@ class Frame:
             d_decay = d_decay + ((self.noise.pair - noise.pair) * d_pair).repeat_interleave(2, -1)
         log_decay = _over_groups(d.log_decay)
         if not self.decay.per_key:
-            log_decay, d_decay = log_decay.sum(-1, keepdim=True), d_decay.sum(-1, keepdim=True)
+            d_decay = d_decay.sum(-1, keepdim=True)
         d_rotation = None
         if self.angle is not None:
-            d_angle = _turn(dk, self.unscaled) + _turn(dq, self.q)
+            queries = self.both[:, :, :1, -dq.shape[-2] :, :]  # groups share them
+            d_angle = _turn(dk, self.unscaled) + _turn(dq, queries)
             if d_pair is not None:
                 d_noise, d_step = self._turned_noise_gradient(d_step, d_pair)
                 d_angle = d_angle + d_noise
-            mean, covariance = chunk.final()
-            turned = (d_mean * _quarter(mean)).sum(-1) + 2 * (symmetric(d_covariance) * _quarter(covariance)).sum(-1)
+            mean, covariance = adjoint.chunk.final()
+            turned = (adjoint.d_mean * _quarter(mean)).sum(-1)
+            turned = turned + 2 * (adjoint.d_covariance * _quarter(covariance)).sum(-1)
             at_end = _over_groups(turned).unflatten(-1, (-1, 2)).sum(-1)
             d_angle = torch.cat([d_angle[..., :-1, :], d_angle[..., -1:, :] + at_end[..., None, :]], -2)
             d_rotation = d_angle.flip(-2).cumsum(-2).flip(-2)

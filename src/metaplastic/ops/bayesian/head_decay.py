@@ -1,7 +1,7 @@
 """A decay per head within one chunk, and the products that contain it.
 
 R[t, s] = exp(g_{s+1}) ... exp(g_t) for s <= t, else 0: products of numbers of at most 1, so it is exact beside
-g = -1000, and -inf is allowed. It is kept with a row for every earlier token s, as :mod:`.chunk` has what it solves for.
+g = -1000, and -inf is allowed. It has a row for every earlier token s, as :mod:`.chunk` has all matrices of pairs.
 """
 
 from functools import cached_property
@@ -16,7 +16,7 @@ class HeadDecay:
     per_key = False
 
     def __init__(self, g: Tensor):
-        kept = g.exp().mT
+        kept = g.exp().mT.contiguous()
         upper = torch.ones(kept.shape[-1], kept.shape[-1], dtype=g.dtype, device=g.device).triu_()
         later = upper.triu(1)
         self.ratio = torch.addcmul(1 - later, later, kept).cumprod(-1).mul_(upper)  # R[t, s] at [..., s, t]

@@ -104,7 +104,10 @@ class KeyDecay:
 
     def crossed(self, y: Tensor, x: Tensor) -> Tensor:
         """``R[t, s] <x_t, y_s>`` at ``[..., s, t]`` of the tokens x ``[..., n C, K]`` of n chunks side by side."""
-        return torch.cat([self.pairs(part, y).mT for part in x.split(self.length, -2)], -1)
+        found = y.new_empty(*y.shape[:-1], x.shape[-2])
+        for out, part in zip(found.split(self.length, -1), x.split(self.length, -2), strict=True):
+            out.copy_(self.pairs(part, y).mT)
+        return found
 
     def crossed_gradients(self, d: Tensor, y: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """Of y and of x, given that of what :meth:`crossed` returns."""

@@ -8,7 +8,7 @@ does, so that the gradients dM0, dP0 of a chunk's entry states follow from those
           dZ = tril(dY e^T),  H = e (U dM)^T + (U dM + Z^T dY) e^T + dZ^T Z
 
 without a factorisation or a solve. So there are five steps, of which the second and the fourth go chunk after chunk:
-what the recursions need (:class:`Reads`), dM, R, dP, and with both every chunk's gradients (:meth:`Chunk.backward`).
+what the recursions need (:class:`Reads`), dM, R, dP, and with both every chunk's gradients (:class:`.adjoint.Adjoint`).
 """
 
 import math
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ...rules.bayesian import rotate
 from ..chunks import budget
+from .adjoint import Adjoint
 from .call import Call
 from .chunk import Chunk, symmetric
 from .frame import Frame
@@ -133,10 +134,10 @@ class _Tile:
             self.d_variance = table.take(d_variance, chunks).to(dtype).permute(0, 2, 3, 1)
 
     def read(self) -> "Reads":
-        chunk, frame, entered = self.chunk, self.frame, self.frame.decay.entry * self.frame.q
-        weights, angle = chunk._weights(entered, frame.q), None if frame.angle is None else frame.angle[..., -1:, :]
-        closed = chunk.whitening @ chunk.entered
-        return Reads(chunk.gain, closed, entered, weights, chunk.innovation, frame.decay.last, angle)
+        chunk, frame = self.chunk, self.frame
+        angle = None if frame.angle is None else frame.angle[..., -1:, :]
+        closed, weights = chunk.whitening @ chunk.entered, chunk.weights.mT
+        return Reads(chunk.gain, closed, chunk.entered_q, weights, chunk.innovation, frame.decay.last, angle)
 
 
 class Reads(NamedTuple):
@@ -235,9 +236,10 @@ def adjoint(
     for some in _tiles(plan, hard, 1):
         part = tile(some)
         final = d_means[some.chunks].to(some.dtype), d_covariances[some.chunks].to(some.dtype)
-        d = part.chunk.backward(part.frame.q, part.d_output, part.d_variance, *final, of_states=False)
-        found = part.frame.gradients(part.chunk, d, *final)
-        del part, d, final
+        inside = Adjoint(part.chunk, part.d_output, part.d_variance)
+        inside.enter(*final)
+        found = part.frame.gradients(inside)
+        del part, inside, final
         found[0] = found[0] * scale
         if plan.paired:
             found[3] = found[3].unflatten(-1, (-1, 2)).sum(-1)
