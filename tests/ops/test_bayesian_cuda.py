@@ -7,7 +7,6 @@ import importlib
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from metaplastic.ops import accuracy, nvrtc
 from metaplastic.ops.accuracy import Case
@@ -17,6 +16,7 @@ from metaplastic.ops.bayesian.cuda import kinds
 from .emulation import emulator, needs_compiler  # noqa: F401 (the first is a fixture)
 
 forward = importlib.import_module("metaplastic.ops.bayesian.cuda.forward")  # the package's `bayesian` is the operator
+problem = importlib.import_module("metaplastic.ops.bayesian.cuda.problem")
 NAMES = ("q", "k", "v", "g", "process_noise", "observation_noise")
 HALF, FULL = torch.bfloat16, torch.float32
 
@@ -32,7 +32,7 @@ def emulated(emulator, monkeypatch):  # noqa: F811
             return emulator(folder, name, device, **definitions)
 
         def launch(blocks, *given):
-            hard = given[20]
+            hard = given[23]
             if hard.any():
                 used.append("careful scan")
                 emulator(folder, name, device, **definitions)(blocks, *given)
@@ -135,24 +135,33 @@ def test_what_is_kept(emulated, dtype):
 
 
 @needs_compiler
-def test_one_key_throughout(emulated):
-    """At a noise of 1e-3 of the prior variance: nothing is written along other keys."""
+@pytest.mark.parametrize("process", [1e-4, 0.0])
+def test_one_key_throughout(emulated, process):
+    """At a noise of 1e-3 of the prior variance: nothing is written along other keys, and what float32 leaves of the
+    covariance, of which the key's is less than its rounding in the end, is kept for the backward too."""
     case = Case(batch=1, length=130, heads=1, key_size=16, value_size=16)
     inputs = accuracy.example("bayesian", case, HALF)
     with torch.no_grad():
         inputs["k"].copy_(inputs["k"][:, :1].expand_as(inputs["k"]))
-        for name, value in (("g", 0.0), ("process_noise", 1e-4), ("observation_noise", 1e-3)):
+        for name, value in (("g", 0.0), ("process_noise", process), ("observation_noise", 1e-3)):
             inputs[name].fill_(value)
         inputs["initial_state"].mean.zero_()
         inputs["initial_state"].covariance.copy_(torch.eye(16))
-    found = forward.forward(*arguments(inputs, case), None, 1.0, False, False)
+    found = forward.forward(*arguments(inputs, case), None, 1.0, False, True)
     exact = chunked.apply(*arguments(accuracy.as_reference(inputs), case), None, 1.0, False)
-    key = F.normalize(inputs["k"][0, 0, 0].double(), dim=-1)
-    error = found[2][0, 0].double() - exact[2][0, 0]
-    along = torch.outer(key, key @ error)
-    size = exact[2].norm()
     assert emulated == ["prepare", "scan", "careful scan", "output"]
-    assert along.norm() < 2e-3 * size and (error - along).norm() < 2e-4 * size
+    assert (found[2] - exact[2]).norm() < 2e-5 * exact[2].norm()
+    if process:
+        return
+    rests, careful = problem.Rests.of(found[5], 3)
+    assert careful.tolist() == [0, 1, 1]
+    key = inputs["k"][0, 0, 0].double()
+    for chunk in (1, 2):
+        high = found[5][chunk, 0, 0]
+        unit = torch.exp2(torch.frexp(high).exponent.double() - 32)  # rest.cuh
+        variance = key @ (high.double() + unit * rests[chunk, 0, 0]) @ key
+        left = 1 / (1 / key.square().sum() + 64 * chunk / 1e-3)
+        assert abs(variance / left - 1) < 2e-5 < abs(key @ high.double() @ key / left - 1)
 
 
 @needs_compiler
@@ -205,7 +214,8 @@ def test_every_kernel_compiles():
     kinds_of_scan = [{"FULL": full, "CAREFUL": careful} for full in (0, 1) for careful in (0, 1)]
     kernels = [("scan", sizes | kind) for kind in kinds_of_scan] + [("prepare", sizes)]
     back = sizes | {"VALUES": 128}
-    kernels += [(f"backward_{n}", back) for n in ("open", "reads", "source", "covariance", "known", "inputs")]
+    names = ("open", "reads", "source", "covariance", "careful_covariance", "known", "inputs")
+    kernels += [(f"backward_{n}", back) for n in names]
     kernels += [("backward_mean", back | {"BLOCK_COLUMNS": 64})]
     kernels += [("backward_careful", back | {"LAST_STEP": last}) for last in (0, 1)]
     kernels += [("output", sizes | {"VARIANCE": 1, "FOR_BACKWARD": 1})]

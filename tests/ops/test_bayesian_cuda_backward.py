@@ -13,6 +13,7 @@ from metaplastic.ops.accuracy import Case
 from metaplastic.ops.bayesian import chunked, parallel_backward
 from metaplastic.ops.bayesian.chunked import Plan
 from metaplastic.ops.bayesian.frame import Frame
+from metaplastic.ops.contract import compute_dtype
 from metaplastic.rules.bayesian import rotate
 
 from .emulation import emulated, emulator, needs_compiler  # noqa: F401 (the first two are fixtures)
@@ -20,7 +21,8 @@ from .emulation import emulated, emulator, needs_compiler  # noqa: F401 (the fir
 whole = importlib.import_module("metaplastic.ops.bayesian.cuda")
 cuda = importlib.import_module("metaplastic.ops.bayesian.cuda.backward")
 NAMES = ("q", "k", "v", "g", "process_noise", "observation_noise", "rotation")
-KERNELS = ("open", "careful", "mean", "reads", "source", "covariance", "known", "inputs", "careful")
+KERNELS = ["open", "careful", "mean", "reads", "source", "covariance", "careful_covariance", "known", "inputs"]
+KERNELS += ["careful"]
 
 
 def kept(inputs, mean, covariance, offsets, scale, size=64, turning=False):
@@ -156,8 +158,9 @@ def test_chunks_kept_in_another_order():
     ],
     ids=str,
 )
-def test_the_chunked_backend_elsewhere(case):
+def test_the_chunked_backend_elsewhere(case, monkeypatch):
     """What it does on devices that are no CPU, in float32, done on one."""
+    monkeypatch.setattr(chunked, "_work", compute_dtype)
     inputs = accuracy.example("bayesian", case, torch.float32)
     given = [None if n not in inputs else inputs[n].detach() for n in NAMES]
     states = [x.detach() for x in inputs["initial_state"]]

@@ -56,6 +56,36 @@ def test_every_kernel(op, backend, dtype, sizes):
         assert not accuracy.failures(op, backend, errors, dtype), (case, errors)
 
 
+@pytest.mark.parametrize("different", [1, 2, 4])
+def test_few_keys_throughout(different):
+    """The filter, nothing forgotten: at a noise of a thousandth of the prior variance P k is less than P's rounding."""
+    if (reason := dispatch.reason_against("bayesian", "cuda", "cuda", torch.bfloat16)) is not None:
+        pytest.skip(reason)
+    source = torch.Generator().manual_seed(different)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=source).bfloat16()
+
+    shape = (1, 2000, 2, 64)
+    every_key, others = (torch.nn.functional.normalize(normal(*size), dim=-1) for size in ((different, 64), shape))
+    k = every_key[torch.randint(different, shape[:3], generator=source)]
+    q = torch.where(torch.arange(2000)[:, None, None] % 2 == 0, k, others)
+    v, weights, none = normal(*shape), normal(*shape).cuda().double(), torch.zeros(shape[:3])
+    given = {"q": q, "k": k, "v": v, "g": none, "process_noise": none.clone(), "observation_noise": none + 1e-3}
+    given["prior_variance"] = torch.ones(2)
+
+    def run(backend, exact):
+        leaves = {n: (x.double() if exact else x).cuda().requires_grad_() for n, x in given.items()}
+        read = ops.bayesian(**leaves, backend=backend)
+        found = torch.autograd.grad((read.output.double() * weights).sum(), list(leaves.values()))
+        return dict(zip(("output", "mean", *leaves), (read.output, read.state.mean, *found), strict=True))
+
+    expected, found = run("chunked", True), run("cuda", False)
+    errors = {n: ((found[n].double() - x).norm() / x.norm()).item() for n, x in expected.items()}
+    # The prior's own gradient is what 2000 tokens have all but erased.
+    assert errors.pop("prior_variance") < 3e-2 and max(errors.values()) < 5e-3, errors
+
+
 def test_auto_where_the_cuda_kernels_are_blocked(own_block_list):
     """Triton runs instead, which is said once; for other heads the CUDA kernels stay."""
     for backend in ("cuda", "triton"):

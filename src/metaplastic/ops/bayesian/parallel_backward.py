@@ -24,7 +24,7 @@ from .call import Call
 from .chunk import Chunk, symmetric
 from .frame import Frame
 
-HARD = 64.0  # variance over noise above which a chunk is done in float64, as the kernels have it
+HARD = 32.0  # variance over noise above which a chunk is done in float64, as the kernels have it
 
 
 class Table:
@@ -272,12 +272,19 @@ def _tiles(plan: Call, hard: Tensor, times: int) -> list[Some]:
 def _hard(plan: Call, saved: Saved) -> Tensor:
     """Where a token may be far less certain than its noise, ``[chunks]``: then A is 1 + something large, and L^-1 takes
     large numbers from each other."""
-    _, k, _, _, process, noise = (plan.chunks.take(x, slice(0, plan.chunks.count)) for x in plan.inputs)
+    _, k, _, g, process, noise = (plan.chunks.take(x, slice(0, plan.chunks.count)) for x in plan.inputs)
     at = slice(0, plan.chunks.count) if saved.place is None else saved.place  # there may be room for more
     most = saved.covariances.diagonal(dim1=-2, dim2=-1).amax(-1)[at]  # [chunks, H, G]
-    most = most + process.amax(-1).sum(1)[..., None]  # no decay makes it more
+    if plan.rotation is not None and process.shape[-1] > 1:  # a pair's noises meet both of its keys
+        process = process.unflatten(-1, (-1, 2)).amax(-1).repeat_interleave(2, -1)
+    gathered, kept, step = process.expand(torch.broadcast_shapes(g.shape, process.shape)), (2 * g).exp(), 1
+    while step < g.shape[1]:  # N_t = exp(2 g_t) N_{t-1} + noise_t, by doubling
+        gathered = torch.cat([gathered[:, :step], gathered[:, step:] + kept[:, step:] * gathered[:, :-step]], 1)
+        kept, step = torch.cat([torch.zeros_like(kept[:, :step]), kept[:, step:] * kept[:, :-step]], 1), 2 * step
+    squares = k.float().square()
+    before, since = (squares * (2 * g.cumsum(1)).exp()).sum(-1), (squares * gathered).sum(-1)
     least = noise.where(noise > 0, torch.inf)
-    ratio = k.float().square().sum(-1)[..., None] * most[:, None] / least  # [chunks, C, H, G]
+    ratio = (before[..., None] * most[:, None] + since[..., None]) / least  # [chunks, C, H, G]
     return (ratio > HARD).flatten(1).any(1)
 
 

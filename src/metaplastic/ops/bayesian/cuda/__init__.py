@@ -12,9 +12,9 @@ from torch import Tensor
 from ...contract import full_precision, read_offsets
 from .. import check_values, chunked
 from ..custom import differentiable
-from .backward import backward
+from .backward import backward, has_kernels
 from .forward import forward
-from .problem import CHUNK, padded, padded_keys, room
+from .problem import CHUNK, padded, padded_keys, rest_rooms, room
 
 LARGEST_KEYS = 256
 HALF = (torch.bfloat16, torch.float16)
@@ -45,8 +45,9 @@ def _(
     if keep:
         chunks = room(mean.shape[0], q.shape[1], cu_seqlens is not None)
         keys, values = padded_keys(q.shape[3]), padded(v.shape[3] // groups)
-        shapes = ((values, keys), (keys, keys), (CHUNK, CHUNK))
-        saved = [mean.new_empty(chunks, q.shape[2], groups, *shape) for shape in shapes]
+        rests = rest_rooms(chunks, keys) if has_kernels(q, k, v, g, process_noise, observation_noise, rotation) else 0
+        shapes = ((chunks, (values, keys)), (chunks + rests, (keys, keys)), (chunks, (CHUNK, CHUNK)))
+        saved = [mean.new_empty(count, q.shape[2], groups, *shape) for count, shape in shapes]
     return q.new_empty(v.shape), variance, *states, *saved
 
 

@@ -5,7 +5,7 @@
 constexpr int C = 64;  // tokens of a chunk
 constexpr int WIDE = KEYS > VALUES ? KEYS : VALUES;
 // Of a token over its noise, were its key the least known one: beyond, backward_careful.cu works on the chunk.
-constexpr float LARGEST_VARIANCE = 64.f;
+constexpr float LARGEST_VARIANCE = 32.f;
 constexpr int VECTORS = 5;  // per chunk: decay since the entry, gathered noise, decay to the end, 1 / deviation, noise
 
 // Per chunk and head: by what the split matrices of device memory are to be multiplied (what takes the place of another
@@ -335,3 +335,11 @@ struct Place {
     }
     template <class T> __device__ __forceinline__ T* of(T* x, int size) const { return x + index * size; }
 };
+
+// Whether backward_careful.cu works on a chunk of this head of a sequence: the same answer in every thread.
+__device__ __forceinline__ bool has_careful(const float* scales, i64 first, i64 end, int heads, int head) {
+    int found = 0;
+    for (i64 chunk = first + threadIdx.x % 32; chunk < end; chunk += 32)
+        found |= scales[(chunk * heads + head) * SCALES + CAREFUL] != 0.f;
+    return __ballot_sync(~0u, found) != 0;
+}

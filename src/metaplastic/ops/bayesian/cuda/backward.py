@@ -17,12 +17,12 @@ from torch import Tensor
 
 from ... import nvrtc
 from ..parallel_backward import Saved, adjoint
-from .problem import ALIGNMENT, CHUNK, cut
+from .problem import ALIGNMENT, CHUNK, Rests, cut
 
 FOLDER = Path(__file__).parent
 LARGEST = 128  # keys and values that the kernels take
 BLOCK_COLUMNS = 64  # values of a block of backward_mean.cu
-CAREFUL_BLOCKS = 96  # of backward_careful.cu, each with a room of its own
+CAREFUL_BLOCKS = 132  # of backward_careful.cu, each with a room of its own
 
 Optional = Tensor | None
 
@@ -82,6 +82,11 @@ class _Backward:
         length = q.shape[1]
         cuts = tuple(range(0, q.shape[0] * length + 1, length)) if length else (0,) * (q.shape[0] + 1)
         self.cut = cut(cuts if offsets is None else tuple(offsets.tolist()), q.device)
+        chunks, more = means.shape[0], self.keys - covariances.shape[-1]
+        self.rests = Rests.of(covariances, chunks) if covariances.shape[0] > chunks else (None, None)
+        if more and self.rests[0] is not None:
+            self.rests = _fit(self.rests[0], torch.int8, 0, more, 0, more), self.rests[1]
+        covariances = covariances[:chunks]
         saved = (self.values, self.keys), (self.keys, self.keys), (CHUNK, CHUNK)
         self.means, self.covariances, self.whitenings = (
             _fit(x, torch.float32, 0, size[1] - x.shape[-1], 0, size[0] - x.shape[-2])
@@ -110,7 +115,7 @@ class _Backward:
         size = CHUNK * (8 * self.keys + 3 * self.values + 5 * CHUNK)
         self._launch(
             "careful", rooms, self.q, self.k, self.v, d_output, self.g, self.process, self.observation, self.means,
-            self.covariances, self.cut.table, *known, *places, scales,
+            self.covariances, *self.rests, self.whitenings, self.cut.table, *known, *places, scales,
             self.q.new_empty((rooms, size), dtype=torch.float64), self.cut.chunks, self.heads, self.scale,
             LAST_STEP=int(later),
         )  # fmt: skip
@@ -132,7 +137,11 @@ class _Backward:
             self.covariances, self.whitenings, table, gain, closed, read, innovation, weights, vectors, scales, heads,
             scale,
         )  # fmt: skip
-        self._careful(d_output, [None] * 3, [gain, closed, read, innovation, weights, *[None] * 5], scales, later=False)
+        # Of careful chunks what float32 leaves of L^-1.
+        rest = self.q.new_empty((self.cut.chunks, heads, CHUNK, CHUNK), dtype=torch.float16)
+        self._careful(
+            d_output, [None] * 3, [gain, closed, read, innovation, weights, rest, *[None] * 5], scales, later=False
+        )
         d_means, d_innovation = self._new(values, keys), self._split(CHUNK, wide)
         d_first = torch.empty_like(d_mean)
         of_sequences = self.cut.sequences * heads
@@ -159,7 +168,14 @@ class _Backward:
             "covariance", of_sequences, gain, closed, source, self.covariances, vectors, d_covariance, self.cut.first,
             between, scales, d_initial, heads,
         )  # fmt: skip
-        del closed
+        rooms = min(of_sequences, CAREFUL_BLOCKS)
+        size = keys * keys + 3 * CHUNK * keys + CHUNK * CHUNK
+        self._launch(
+            "careful_covariance", rooms, self.k, self.g, self.observation, self.covariances, *self.rests,
+            self.whitenings, rest, gain, source, d_covariance, table, self.cut.first, between, scales, d_initial,
+            self.g.new_empty((rooms, size), dtype=torch.float64), self.cut.sequences, heads,
+        )  # fmt: skip
+        del closed, rest
         self._launch(
             "known", blocks, self.q, self.k, self.whitenings, vectors, between, gain, table, d_weights, products,
             innovation, source, scales, heads, scale,
@@ -171,7 +187,7 @@ class _Backward:
             d_weights, innovation, source, d_innovation, scales, table, *found, heads, scale,
         )  # fmt: skip
         del innovation, d_innovation, d_weights, products
-        self._careful(d_output, [d_means, between, source], [*[None] * 5, *found], scales, later=True)
+        self._careful(d_output, [d_means, between, source], [*[None] * 6, *found], scales, later=True)
         dq, dk, dg, d_process, d_observation = found
         found = [
             d[..., : x.shape[-1]].contiguous() if d.dim() == 4 else d.to(x.dtype).reshape(x.shape)

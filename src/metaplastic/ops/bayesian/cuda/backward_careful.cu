@@ -2,16 +2,16 @@
 // There A may be 1 + something large, from which L^-1 takes large numbers, or W what is left of large ones, and 22 bits of
 // the rest are too few.
 //
-// LAST_STEP 0, after backward_open.cu: what the recursions need, U, G, F and e and Z, in the place of what is there.
+// LAST_STEP 0, after backward_open.cu: what the recursions need, U, G, F and e and Z, in the place of what is there, and
+// L^-1 (that of the covariances is backward_careful_covariance.cu).
 // LAST_STEP 1, instead of backward_known.cu and backward_inputs.cu: the gradients of q, k, the decay and both noises. L^-1
 // is applied first to what it makes small, and nothing is subtracted that was added before:
 //     dW = L^-T (dZ^T Qg + last dU - H G / 2)
 //     dKg = dW P0 - L^-T H (L^-1 W) / 2 - dVt M0^T          dQg = dZ (L^-1 W) + dY M0^T
 //     dg_u = what crosses u: sums over s < u <= t of pairs, of reads after u, of writes before it that reach the end
 // All else as in backward_inputs.cu. A few blocks look through all chunks; rooms are in device memory.
-#include "backward.cuh"
+#include "backward_careful.cuh"
 
-constexpr int LINE = C + 1, STEP = 16, STAGE = C * (STEP + 1) + STEP * (WIDE + 2);
 // Matrices of a block in device memory, 64 rows of double.
 constexpr i64 OF_KEYS = C * KEYS, OF_VALUES = C * VALUES, OF_TOKENS = C * C;
 constexpr i64 ROOM = 8 * OF_KEYS + 3 * OF_VALUES + 5 * OF_TOKENS;
@@ -19,84 +19,13 @@ enum { DECAY, ENTRY, TAIL, GATHERED, ADDED, ROOT, SCALED, ROWS };  // of every t
 constexpr int WORDS = 2 * (3 * C * LINE + ROWS * C + 2 * C + STAGE) + 8;
 extern "C" __device__ const int launch_shape[2] = {THREADS, 4 * WORDS};
 
-// f(row, column, sum) of every element of a b, 64 x N; a(row, k), b(k, column). Both pass through shared memory, STEP
-// inner indices at a time, read along rows or, TURNED, along columns.
-enum { PLAIN = 0, A_TURNED = 1, B_TURNED = 2 };
-template <int N, int TURNED, class A, class B, class F>
-__device__ __forceinline__ void product(double* stage, int inner, A a, B b, F f) {
-    constexpr int WIDTH = N + 2;
-    double *const left = stage, *const right = stage + C * (STEP + 1);
-    const int row = threadIdx.x / 32 * 8, lane = threadIdx.x % 32;
-    double sum[8][N / 32];
-    for (int i = 0; i < 8; i++)
-        for (int j = 0; j < N / 32; j++) sum[i][j] = 0.;
-#pragma unroll 1
-    for (int from = 0; from < inner; from += STEP) {
-        __syncthreads();
-#pragma unroll
-        for (int i = threadIdx.x; i < C * STEP; i += THREADS) {
-            const int k = TURNED & A_TURNED ? i / C : i % STEP, m = TURNED & A_TURNED ? i % C : i / STEP;
-            left[m * (STEP + 1) + k] = a(m, from + k);
-        }
-#pragma unroll
-        for (int i = threadIdx.x; i < N * STEP; i += THREADS) {
-            const int k = TURNED & B_TURNED ? i % STEP : i / N, n = TURNED & B_TURNED ? i / STEP : i % N;
-            right[k * WIDTH + n] = b(from + k, n);
-        }
-        __syncthreads();
-#pragma unroll 4
-        for (int k = 0; k < STEP; k++) {
-            double y[N / 32];
-#pragma unroll
-            for (int j = 0; j < N / 32; j++) y[j] = right[k * WIDTH + lane + 32 * j];
-#pragma unroll
-            for (int i = 0; i < 8; i++) {
-                const double x = left[(row + i) * (STEP + 1) + k];
-#pragma unroll
-                for (int j = 0; j < N / 32; j++) sum[i][j] += x * y[j];
-            }
-        }
-    }
-#pragma unroll
-    for (int i = 0; i < 8; i++)
-#pragma unroll
-        for (int j = 0; j < N / 32; j++) f(row + i, lane + 32 * j, sum[i][j]);
-}
-
-// Its elements as a split matrix of device memory (backward.cuh), with their common scale.
-template <int N> __device__ __forceinline__ void give(u16* memory, float* number, const double* x, Peaks peaks) {
-    float most = 0.f;
-    for (int i = threadIdx.x; i < C * N; i += THREADS) most = larger(most, size_of((float)x[i]));
-    __syncthreads();
-    peaks.see(0, most);
-    __syncthreads();
-    const Scale scale = peaks.scale(0);
-    for (int i = 2 * threadIdx.x; i < C * N; i += 2 * THREADS) {
-        u32 high, low;
-        split((float)(x[i] * scale.up), (float)(x[i + 1] * scale.up), high, low);
-        *(u32*)(memory + i) = high, *(u32*)(memory + C * N + i) = low;
-    }
-    if (threadIdx.x == 0) *number = scale.down;
-}
-
-// Sums over the columns of f(row, column): to[64].
-template <class F> __device__ __forceinline__ void row_sums(double* to, int columns, F f) {
-    const int lane = threadIdx.x % 32;
-    for (int row = threadIdx.x / 32; row < C; row += THREADS / 32) {
-        double sum = 0.;
-        for (int j = lane; j < columns; j += 32) sum += f(row, j);
-#pragma unroll
-        for (int by = 16; by; by /= 2) sum += __shfl_xor_sync(~0u, sum, by);
-        if (lane == 0) to[row] = sum;
-    }
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_careful(
     const u16* q, const u16* k, const u16* v, const u16* d_output, const float* log_decay, const float* process,
-    const float* observation, const float* means, const float* covariances, const i64* table,
-    const float* d_means, const u16* between, const u16* reached, u16* gain, u16* closed, u16* read, u16* innovation,
-    u16* weights, u16* dq, u16* dk, float* dg, float* d_process, float* d_observation, float* scales, double* rooms,
-    int chunks, int heads, double scale) {
+    const float* observation, const float* means, const float* covariances, const signed char* rests,
+    const int* entry_careful, const float* whitenings, const i64* table, const float* d_means, const u16* between,
+    const u16* reached, u16* gain, u16* closed, u16* read, u16* innovation, u16* weights, u16* whitening_rests,
+    u16* dq, u16* dk, float* dg, float* d_process, float* d_observation, float* scales, double* rooms, int chunks,
+    int heads, double scale) {
     SHARED;
     double *const ratio = (double*)shared, *const L = ratio + C * LINE, *const inverse = L + C * LINE;
     double *const decay = inverse + C * LINE, *const entry = decay + ENTRY * C, *const tail = decay + TAIL * C;
@@ -119,7 +48,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_careful(
         auto of_token = [&](const u16* x, int t, int i, int size) {
             return t < tokens ? (double)low_bf16(x[token(t) * size + i]) : 0.;
         };
-        const float *const p = covariances + index * KEYS * KEYS, *const m = means + index * KEYS * VALUES;  // m: M^T
+        const Entry p(covariances, rests, entry_careful, index);
+        const float* const m = means + index * KEYS * VALUES;  // M^T
         if (thread < C) {
             const bool valid = thread < tokens;
             decay[thread] = valid ? (double)log_decay[token(thread)] : 0.;
@@ -157,7 +87,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_careful(
         auto inverted = [&](int t, int s) { return inverse[t * LINE + s]; };
         auto inverted_turned = [&](int t, int s) { return inverse[s * LINE + t]; };
 
-        product<KEYS, PLAIN>(stage, KEYS, entered, [&](int i, int j) { return (double)p[i * KEYS + j]; }, to(W, KEYS));
+        product<KEYS, PLAIN>(stage, KEYS, entered, p, to(W, KEYS));
         product<C, B_TURNED>(stage, KEYS, own_key, [&](int d, int s) { return own_key(s, d); },
             [&](int t, int s, double x) {
             L[t * LINE + s] = s <= t ? ratio[t * LINE + s] * gathered[s] * x + (s == t ? 1. : 0.) : 0.;
@@ -223,6 +153,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_careful(
             give<KEYS>(read + index * 2 * C * KEYS, number + READ, F, peaks);
             give<C>(weights + index * 2 * C * C, number + WEIGHTS, Z, peaks);
             give<VALUES>(innovation + index * 2 * C * WIDE, number + INNOVATION, e, peaks);
+            for (int at = thread; at < C * C; at += THREADS) {
+                const i64 to = index * C * C + at;
+                whitening_rests[to] = float_to_half((float)(0x1p20 * (inverse[at / C * LINE + at % C] - whitenings[to])));
+            }
             continue;
         }
         double *const D = e + OF_VALUES, *const de = D + OF_VALUES;
@@ -234,11 +168,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_careful(
         auto reads = [&](int t, int c) { return of_token(d_output, t, c, VALUES); };
         const u16 *const y = reached + index * 2 * C * KEYS, *const s_of = between + index * 2 * C * C;
         const float y_down = number[SOURCE], s_down = number[WEIGHTS];
-        auto element = [&](const u16* x, int columns, float down, int i, int j) {
-            const int at = i * columns + (j & ~1);
-            const Two both = joined(*(const u32*)(x + at), *(const u32*)(x + C * columns + at));
-            return (double)down * (j & 1 ? both.y : both.x);
-        };
         product<VALUES, B_TURNED>(stage, KEYS, in(U, KEYS),
             [&](int d, int c) { return (double)dm[c * KEYS + d]; }, to(D, VALUES));
         product<C, B_TURNED>(stage, VALUES, reads, [&](int c, int s) { return e[s * VALUES + c]; },
@@ -283,7 +212,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_careful(
         product<KEYS, A_TURNED>(stage, C, inverted_turned, in(U, KEYS),
             [&](int t, int d, double x) { d_key[t * KEYS + d] = -.5 * x; });
         product<KEYS, PLAIN>(stage, C, in(dZ, C), in(LW, KEYS), to(d_query, KEYS));
-        product<KEYS, PLAIN>(stage, KEYS, in(d_spread, KEYS), [&](int i, int d) { return (double)p[i * KEYS + d]; },
+        product<KEYS, PLAIN>(stage, KEYS, in(d_spread, KEYS), p,
                       [&](int t, int d, double x) { d_key[t * KEYS + d] += x; });
         product<KEYS, PLAIN>(stage, VALUES, in(d_residual, VALUES),
             [&](int c, int d) { return (double)m[c * KEYS + d]; },

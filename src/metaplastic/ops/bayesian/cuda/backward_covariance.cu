@@ -27,6 +27,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_covariance(
     i64 sequence = blockIdx.x / heads, first = chunks[sequence], count = chunks[sequence + 1] - first;
     int head = blockIdx.x % heads, warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = 16 * warp + lane / 4;
     int pair = lane % 4 * 2;
+    if (has_careful(scales, first, first + count, heads, head)) return;  // backward_careful_covariance.cu does it
 
     float p[KEYS / 8][4];
     auto of = [&](int n, int i) { return (row + i / 2 * 8) * KEYS + 8 * n + pair; };

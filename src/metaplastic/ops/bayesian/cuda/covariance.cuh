@@ -7,8 +7,8 @@
 // after another, while the others take the last block out of B, out of the rest of A and out of P. With its three
 // neighbours, which also load the next chunk, it makes the first block, before the others have the rest of A.
 // WIDE: a warp has twice 16 rows, whose P it reads and updates in memory, and nothing is loaded ahead.
-// Marks heads that have a chunk which float32 is too little for; with CAREFUL it is their turn, and such a chunk gets U
-// by the helpers, in float64 (covariance_careful.cuh).
+// Marks heads that have a chunk which float32 is too little for; with CAREFUL it is their turn, and from such a chunk on
+// the helpers make U, in float64, and P is kept in two parts (covariance_careful.cuh).
 #pragma once
 #include "covariance_careful.cuh"
 
@@ -63,7 +63,7 @@ struct CovarianceMemory {  // in words
     static constexpr int KEY = 0, KNOWN = KEY + BUFFERS * C * KEY_ROW, VECTOR = KNOWN + BUFFERS * C * ROW;
     static constexpr int FACTOR = VECTOR + 2 * VECTORS, SPREAD = FACTOR + C * ROW;
     static constexpr int GAIN = WIDE ? SPREAD : SPREAD + C * SPREAD_ROW;  // W is no longer needed where U begins
-    static constexpr int PART = GAIN + KEYS * ROW, BARRIER = PART + 4 * 256, CERTAIN = BARRIER + 4, EXACT = CERTAIN + 4;
+    static constexpr int PART = GAIN + KEYS * ROW, BARRIER = PART + 4 * 256, CERTAIN = BARRIER + 28, EXACT = CERTAIN + 4;
     static constexpr int WORDS = EXACT + (WIDE || !CAREFUL ? 0 : 2 * CAREFUL_ROOM);
 };
 
@@ -112,7 +112,8 @@ __device__ __forceinline__ void add_tile(float* A, const float (&x)[4], const fl
     }
 }
 
-__device__ __forceinline__ void filter_covariance(u32* shared, const Scan& scan, int item) {
+__device__ __forceinline__ void filter_covariance(u32* shared, const Scan& scan, int item, int room, int* left,
+                                                  int leaving) {
     using At = CovarianceMemory;
     const int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, (int)threadIdx.x >> 5, 0), g = lane >> 2, t = lane & 3;
     const int streams = scan.heads * scan.groups, sequence = item / streams, stream = item % streams;
@@ -120,14 +121,30 @@ __device__ __forceinline__ void filter_covariance(u32* shared, const Scan& scan,
     float* const factors = (float*)(shared + At::FACTOR);
     float* const spread = (float*)(shared + At::SPREAD);
     float* const gain = (float*)(shared + At::GAIN);
-    u64* const full = (u64*)(shared + At::BARRIER);  // of both buffers
-    // Not the three that only load: with warps that meet again at once racecheck loses count.
-    auto meet_to_factor = [](int J) {
-        if (J < 3) meet(FACTORING, 32 * (MAIN + 1));
-        else meet(ALL, THREADS);
-    };
+    // Of both buffers; then, once a chunk: all is loaded and results are out; W is there; parts of the first block of A;
+    // all of the factor; U is there; once for each of its blocks but the last: a block of the factor; L below it.
+    u64 *const full = (u64*)(shared + At::BARRIER), *const entered = full + 2, *const spread_there = full + 3;
+    u64 *const parts = full + 4, *const factored_all = full + 5, *const gained = full + 6;
+    u64 *const factored = full + 7, *const below = full + 8;  // below: of three
+    u64 *const of_care = full + 11, *const helping = full + 13;  // P is in memory, the careful U is there; among helpers
+    // Those that write L below a block, or wrote what else the factor's warp takes next.
+    auto panel_warps = [](int J) { return J == 0 ? MAIN : 4; };
     volatile int* const certain = (int*)(shared + At::CERTAIN);  // whether a chunk was careful
-    if (threadIdx.x == 0) *certain = 0;
+    if (threadIdx.x == 0) {
+        barrier_start(full, 1), barrier_start(full + 1, 1), barrier_start(entered, 96);
+        barrier_start(spread_there, 32 * MAIN), barrier_start(parts, 128), barrier_start(factored_all, 32);
+        barrier_start(gained, 32 * MAIN), barrier_start(factored, 32);
+        for (int J = 0; J < 3; J++) barrier_start(below + J, 32 * panel_warps(J));
+        barrier_start(of_care, 32 * MAIN), barrier_start(of_care + 1, 128);
+        barrier_start(helping, 128);
+        *certain = 0;
+    }
+    __syncthreads();
+    int care = 0;  // parity of these two
+    auto careful = [&] { return CAREFUL && !WIDE && hard(factors, lane); };
+    float* const rest = scan.rests + (i64)room * KEYS * (KEYS + ROW + 2 * C);
+    float *const gain_rest = rest + KEYS * KEYS, *const taken = gain_rest + KEYS * ROW;
+    double* const exact_spread = (double*)taken;  // a chunk needs one of them
     auto slot = [&](i64 c) { return c * streams + stream; };
     auto odd = [&](i64 c) { return (int)(c - begin) & 1; };
     auto keys_of = [&](i64 c) { return shared + At::KEY + odd(c) % BUFFERS * C * KEY_ROW; };
@@ -138,7 +155,6 @@ __device__ __forceinline__ void filter_covariance(u32* shared, const Scan& scan,
     if (warp >= MAIN) {
         fewer_registers<72>();
         const int helper = warp - MAIN;
-        if (helper == 1 && lane < 2) barrier_start(full + lane, 1);
         const int own = threadIdx.x - 32 * (MAIN + 1);
         auto load = [&](i64 c) {  // by warps 9 to 11
             u64* const arrived = full + odd(c);
@@ -155,12 +171,14 @@ __device__ __forceinline__ void filter_covariance(u32* shared, const Scan& scan,
         };
         // In the end, if need be: U once more.
         auto with_care = [&](i64 c) {
-            if (WIDE || !CAREFUL || !hard(factors, lane)) return;
-            meet(ALL, THREADS);
-            careful_gains((double*)(shared + At::EXACT), scan, slot(c), final, keys_of(c), vectors_of(c), gain,
-                          threadIdx.x - 32 * MAIN);
+            __syncwarp();
+            if (!careful()) return;
+            wait_for(of_care, care);
+            careful_gains((double*)(shared + At::EXACT), scan, slot(c), exact_spread, keys_of(c), vectors_of(c), gain,
+                          gain_rest, factors, helping, threadIdx.x - 32 * MAIN);
             if (threadIdx.x == 32 * MAIN) *certain = 1;
             copies_may_follow();
+            barrier_arrive(of_care + 1), care ^= 1;
         };
         // Its part of the first block of A.
         auto first_block = [&](i64 c) {
@@ -172,16 +190,18 @@ __device__ __forceinline__ void filter_covariance(u32* shared, const Scan& scan,
                 known_tiles<2, STEPS>(part, spread, keys_of(c), 0, 0, 2, helper * STEPS, g, t);
             UNROLL for (int n = 0; n < 2; n++)
                 *(float4*)(to + (2 * helper + n) * 128) = {part[n][0], part[n][1], part[n][2], part[n][3]};
-            meet(HELPERS, 128);
+            if (own == 0) copies_out_read<WIDE ? 0 : 1>();  // where the factor and U will be
+            barrier_arrive(parts);
         };
         if (helper == 0) {
             for (int i = lane; i < C * ROW; i += 32) factors[i] = 0.f;
 #pragma unroll 1
             for (i64 c = begin; c < end; c++) {
                 float* const A = known_of(c);
-                meet(ALL, THREADS);
-                meet(ALL, THREADS);
+                const int parity = (int)(c - begin) & 1;
+                wait_for(spread_there, parity);
                 first_block(c);
+                wait_for(parts, parity);
                 UNROLL for (int n = 0; n < 2; n++) {
                     float sum[4] = {0.f, 0.f, 0.f, 0.f};
                     UNROLL for (int h = 0; h < 4; h++) {
@@ -205,9 +225,9 @@ __device__ __forceinline__ void filter_covariance(u32* shared, const Scan& scan,
                     }
                     factor(A + at, factors + at, lane);
                     if (J == 3) copies_may_follow();
-                    meet_to_factor(J);
+                    barrier_arrive(J == 3 ? factored_all : factored);
                     if (J == 3) with_care(c);
-                    meet_to_factor(J);
+                    else wait_for(below + J, parity);
                 }
             }
             meet(ALL, THREADS);
@@ -217,19 +237,19 @@ __device__ __forceinline__ void filter_covariance(u32* shared, const Scan& scan,
         if (begin < end) load(begin);
 #pragma unroll 1
         for (i64 c = begin; c < end; c++) {
+            const int parity = (int)(c - begin) & 1;
             copies_arrived();
             if (own == 0) barrier_wait(full + odd(c), (int)(c - begin) >> 1 & 1), copies_out_read<WIDE ? 0 : 2>();
-            meet(ALL, THREADS);
+            barrier_arrive(entered);
             if (own == 0) copies_out_written(), announce(scan.progress + item, (int)(c - begin));
-            if (!WIDE && c + 1 < end) load(c + 1);
-            meet(ALL, THREADS);
+            wait_for(spread_there, parity);
             if (own == 0) copy_out(scan.spreads + slot(c) * C * SPREAD_ROW, spread, 4 * C * SPREAD_ROW);
             first_block(c);
-            if (WIDE && own == 0) copies_out_read<0>();
-            meet(ALL, THREADS);
+            if (!WIDE && c + 1 < end) load(c + 1);
+            wait_for(factored_all, parity);
             with_care(c);
             if (!CAREFUL && helper == 1 && hard(factors, lane)) scan.hard[item] = 1;
-            meet(ALL, THREADS);
+            wait_for(gained, parity);
             if (WIDE && c + 1 < end) load(c + 1);
             if (own == 0) {
                 copy_out(scan.factors + slot(c) * C * ROW, factors, 4 * C * ROW);
@@ -258,7 +278,9 @@ __device__ __forceinline__ void filter_covariance(u32* shared, const Scan& scan,
         const u32* const keys = keys_of(c);
         float* const A = known_of(c);
         const float* const vectors = vectors_of(c);
-        meet(ALL, THREADS);
+        const int parity = (int)(c - begin) & 1;
+        wait_for(entered, parity);
+        if (WIDE) meet(HOLDERS, 32 * MAIN);  // U, whose room is W's, was read by all
         float b[SHARES][8][4];  // W^T, then B^T, then U^T block by block
         UNROLL for (int share = 0; share < SHARES; share++) {
             clear(b[share]);
@@ -267,6 +289,11 @@ __device__ __forceinline__ void filter_covariance(u32* shared, const Scan& scan,
             float* const saved = scan.covariances + slot(c) * KEYS * KEYS;
             const float* const before = c == begin ? entry : final;
             if (!WIDE && scan.covariances) write_rows(P, saved, d0, t);
+            if (!WIDE && scan.entry_careful) {
+                if (threadIdx.x == 0) scan.entry_careful[slot(c)] = CAREFUL && *certain;
+                if (CAREFUL && *certain)
+                    copy_rest(scan.entry_rests + slot(c) * (KEYS * KEYS / 2), final, rest, d0, t);
+            }
             auto multiply_keys = [&](int kk, const Left& a) {
                 float2 key[8];
                 UNROLL for (int n = 0; n < 8; n++) {
@@ -288,7 +315,8 @@ __device__ __forceinline__ void filter_covariance(u32* shared, const Scan& scan,
                 }
             } else if (CAREFUL && *certain) {
                 write_rows(P, final, d0, t);
-                careful_spread(spread, final, keys, d0, g, t);
+                careful_spread(final, rest, keys, d0, g, t,
+                               [&](int s, int d, double x) { spread[s * SPREAD_ROW + d] = (float)x; });
                 read_rows(P, final, d0, t);
                 UNROLL for (int n = 0; n < 8; n++) UNROLL for (int x = 0; x < 4; x++)
                     b[share][n][x] = spread[(8 * n + 2 * t + x % 2) * SPREAD_ROW + d0 + 8 * (x / 2)];
@@ -305,7 +333,7 @@ __device__ __forceinline__ void filter_covariance(u32* shared, const Scan& scan,
             }
         }
         copies_may_follow();
-        meet(ALL, THREADS);
+        barrier_arrive(spread_there), meet(HOLDERS, 32 * MAIN);
         {
             float x[3][4];
             known_tiles<3, KEYS / 8>(x, spread, keys, row_tile, first_tile, tiles, 0, g, t);
@@ -314,10 +342,12 @@ __device__ __forceinline__ void filter_covariance(u32* shared, const Scan& scan,
         }
         float product[WIDE ? 2 : KEYS / 8][4];  // U^T U: apart from P, whose rounding inside a tensor core would last
         clear(product);
+        bool carefully = false;
 #pragma unroll 1
         for (int J = 0; J < 4; J++) {
             const float* const X = factors + 16 * J * ROW + 16 * J;
-            meet_to_factor(J);
+            if (J < 3) meet(HOLDERS, 32 * MAIN);
+            wait_for(J == 3 ? factored_all : factored, J == 3 ? parity : (parity + J) & 1);
             if (J < 3 && warp < 2 * (3 - J)) {  // L below the diagonal block
                 const int i = J + 1 + warp / 2, half = warp % 2 * 8;
                 float x[4];
@@ -325,14 +355,19 @@ __device__ __forceinline__ void filter_covariance(u32* shared, const Scan& scan,
                 float* const to = factors + (16 * i + g) * ROW + 16 * J + half + 2 * t;
                 put_pair(to, x[0], x[1]), put_pair(to + 8 * ROW, x[2], x[3]);
             }
-            const bool careful = CAREFUL && !WIDE && J == 3 && hard(factors, lane);
-            if (careful) {
-                if (holds(0)) write_rows(P, final, row_of(0), t);
-                meet(ALL, THREADS);
+            if (J == 3 && careful()) {
+                carefully = true;
+                if (!WIDE && holds(0)) {
+                    write_rows(P, final, row_of(0), t);
+                    if (!*certain) no_rest(rest, row_of(0), t);
+                    careful_spread(final, rest, keys, row_of(0), g, t,
+                                   [&](int s, int d, double x) { exact_spread[s * KEYS + d] = x; });
+                }
+                barrier_arrive(of_care), wait_for(of_care + 1, care), care ^= 1;
             }
             float u[SHARES][2][4];
             UNROLL for (int share = 0; share < SHARES; share++) {
-                if (!holds(share) || careful) continue;
+                if (!holds(share) || carefully) continue;
                 solved(u[share], b[share], factors, J, g, t);
                 UNROLL for (int n = 0; n < 2; n++) {
                     float* const to = gain + row_of(share) * ROW + 16 * J + 8 * n + 2 * t;
@@ -340,23 +375,23 @@ __device__ __forceinline__ void filter_covariance(u32* shared, const Scan& scan,
                     put_pair(to + 8 * ROW, u[share][n][2], u[share][n][3]);
                 }
             }
-            if (J == 3) copies_may_follow();
-            meet_to_factor(J);
+            if (J == 3) copies_may_follow(), barrier_arrive(gained);
+            else if (warp < panel_warps(J)) barrier_arrive(below + J);
+            meet(HOLDERS, 32 * MAIN);
             // Blocks (i, k) of A that the factor's warp does not take care of, in halves.
-            const int rest = J == 0 ? 10 : J == 1 ? 4 : 0;
+            const int blocks = J == 0 ? 10 : J == 1 ? 4 : 0;
 #pragma unroll 1
-            for (int q = warp; q < rest; q += MAIN) {
+            for (int q = warp; q < blocks; q += MAIN) {
                 const int block = q / 2, half = q % 2 * 8;
                 const int i = J == 0 && block < 2 ? 2 : 3, k = J == 1 ? 2 + block : block < 2 ? 1 + block : block - 1;
                 float x[4];
                 tile(x, factors + 16 * i * ROW + 16 * J, factors + (16 * k + half) * ROW + 16 * J, g, t);
                 subtract(A + 16 * i * ROW + 16 * k + half, x, g, t);
             }
-            if (careful) {
-                clear(product);
+            if (carefully) {
                 if (!WIDE && holds(0)) {
-                    careful_product(final, gain, row_of(0), g, t);
-                    read_rows(product, final, row_of(0), t);
+                    careful_update(final, rest, gain, gain_rest, vectors, row_of(0), g, t);
+                    read_rows(P, final, row_of(0), t);
                 }
                 continue;
             }
@@ -368,13 +403,19 @@ __device__ __forceinline__ void filter_covariance(u32* shared, const Scan& scan,
             }
         }
         UNROLL for (int share = 0; share < SHARES; share++) {
-            if (!holds(share)) continue;
+            if (!holds(share) || carefully) continue;
             const int d0 = row_of(share);
             auto updated = [&](float before, float taken, int n, int x) {
                 const int row = d0 + 8 * (x >> 1), column = 8 * n + 2 * t + (x & 1);
                 const float both = last_decay(vectors, row) * last_decay(vectors, column);
                 return both * before - taken + gathered_noise(vectors, row, column);
             };
+            if (CAREFUL && !WIDE && *certain) {
+                write_rows(P, final, d0, t), write_rows(product, taken, d0, t);
+                take_away(final, rest, taken, vectors, d0, t);
+                read_rows(P, final, d0, t);
+                continue;
+            }
             if (!WIDE) UNROLL for (int n = 0; n < KEYS / 8; n++) UNROLL for (int x = 0; x < 4; x++)
                 P[WIDE ? 0 : n][x] = updated(P[WIDE ? 0 : n][x], product[WIDE ? 0 : n][x], n, x);
             if (!WIDE) continue;
@@ -396,6 +437,7 @@ __device__ __forceinline__ void filter_covariance(u32* shared, const Scan& scan,
         }
     }
     meet(ALL, THREADS);
+    if (CAREFUL && left && threadIdx.x == 0) announce(left, leaving);
     if (WIDE) return;
     // Symmetric to the last bit: the mean of P and P^T.
     float* const whole = (float*)shared;

@@ -17,7 +17,8 @@ from ....rules.bayesian import rotate
 from ... import nvrtc
 from ...contract import compute_dtype
 from . import general
-from .problem import CHUNK, HELD, Problem, prepare, room
+from .backward import has_kernels
+from .problem import CAREFUL_ROOMS, CHUNK, HELD, Problem, Rests, prepare, rest_rooms, room
 
 FOLDER = Path(__file__).parent
 VALUES_OF_BLOCK = 128  # mean.cuh
@@ -109,9 +110,10 @@ def _plain_step(
 
 
 def _scan(
-    problem: Problem, given: tuple, progress: Tensor, with_means: bool, with_covariances: bool, chunks: int
-) -> Scanned:
-    """``given``: queries, keys, values, sent, known and vectors as shapes.cuh has them."""
+    problem: Problem, given: tuple, progress: Tensor, with_means: bool, with_covariances: bool, chunks: int,
+    extra: int = 0,
+) -> Scanned:  # fmt: skip
+    """``given``: queries, keys, values, sent, known and vectors as shapes.cuh has them; ``extra``: rooms for rests."""
     p, cut = problem, problem.cut
     heads, groups, key_size, value_size = p.shape
 
@@ -124,20 +126,23 @@ def _scan(
         of_chunks(value_size, CHUNK + FILL),
         of_chunks(value_size, CHUNK + READ_FILL) if p.plain else None,
         of_chunks(value_size, key_size, count=chunks) if with_means else None,
-        of_chunks(key_size, key_size, count=chunks) if with_covariances else None,
+        of_chunks(key_size, key_size, count=chunks + extra) if with_covariances else None,
         torch.empty_like(p.mean),
         torch.empty_like(p.covariance),
     )
     gains = of_chunks(key_size, CHUNK + FILL)
     items = cut.sequences * heads * groups
+    rooms = min(max(items, 1), CAREFUL_ROOMS)
+    rests = p.new(rooms, key_size, key_size + CHUNK + FILL + 2 * CHUNK) if key_size <= HELD else None
+    kept = Rests.of(out.covariances, chunks) if out.covariances is not None and extra else (None, None)
     hard = progress[2 * (items + 1) :]
     for careful in range(1 if key_size > HELD else 2):
         kernel = nvrtc.kernel(FOLDER, "scan", p.device, KEYS=key_size, FULL=int(not p.plain), CAREFUL=careful)
         if blocks := items * (1 + -(-value_size // VALUES_OF_BLOCK)):
             kernel(
                 blocks, *given, cut.table, cut.first, p.covariance, p.mean, out.factors, out.spreads, gains,
-                out.innovations, out.reads, out.covariances, out.means, out.covariance, out.mean,
-                progress[careful * (items + 1) :], hard, cut.sequences, heads, groups, value_size,
+                out.innovations, out.reads, out.covariances, out.means, out.covariance, out.mean, rests,
+                *kept, progress[careful * (items + 1) :], hard, rooms, cut.sequences, heads, groups, value_size,
             )  # fmt: skip
     return out
 
@@ -146,13 +151,14 @@ def _plain(problem: Problem, output, variance, scale: float, saved: Tensor | Non
     p, cut = problem, problem.cut
     heads, groups, key_size, value_size = p.shape
     known, vectors = p.new(cut.chunks, heads, groups, CHUNK, CHUNK + FILL), p.new(cut.chunks, heads, groups, 6, CHUNK)
-    progress = p.progress(zero=not cut.chunks)
+    progress, noises = p.progress(zero=not cut.chunks), (p.g, p.process_noise, p.observation_noise)
     if cut.chunks:
         kernel = nvrtc.kernel(FOLDER, "prepare", p.device, KEYS=key_size)
-        noises = (p.g, p.process_noise, p.observation_noise)
         kernel(cut.chunks * heads, p.k, *noises, cut.table, known, vectors, progress, len(progress), heads, groups)
     wanted, keep = variance.numel() > 0, saved is not None
-    scanned = _scan(p, (p.q, p.k, p.v, None, known, vectors), progress, keep, keep or wanted, chunks)
+    rested = keep and has_kernels(p.q, p.k, p.v[..., 0, :], *noises, None)
+    extra = rest_rooms(chunks, key_size) if rested else 0
+    scanned = _scan(p, (p.q, p.k, p.v, None, known, vectors), progress, keep, keep or wanted, chunks, extra)
     squares = p.new(cut.chunks, heads, groups, CHUNK) if wanted else None
     if cut.chunks:
         kernel = nvrtc.kernel(FOLDER, "output", p.device, KEYS=key_size, VARIANCE=int(wanted), FOR_BACKWARD=int(keep))

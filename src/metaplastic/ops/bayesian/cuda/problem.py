@@ -16,6 +16,7 @@ CHUNK = 64
 MULTIPLE = 16  # K and the values of a noise group are padded to whole multiples
 HELD = 128  # keys of which P fits into a multiprocessor's registers
 ALIGNMENT = 16  # bytes that the kernels load at once
+CAREFUL_ROOMS = 256  # for heads that are scanned with care, more than run at once
 
 
 class Cut(NamedTuple):
@@ -70,6 +71,24 @@ def room(rows: int, length: int, packed: bool) -> int:
     return length // CHUNK + rows if packed else rows * -(-length // CHUNK)
 
 
+class Rests(NamedTuple):
+    """What float32 leaves of the entry covariances of careful chunks, behind all covariances in their tensor."""
+
+    rests: Tensor  # int8 [chunks, H, G, K', K'], rest.cuh
+    careful: Tensor  # int32 [chunks * H * G]: whether there is a rest
+
+    @classmethod
+    def of(cls, covariances: Tensor, chunks: int) -> "Rests":
+        tail, shape = covariances[chunks:].flatten(), (chunks, *covariances.shape[1:])
+        words, slots = covariances[:chunks].numel() // 4, shape[0] * shape[1] * shape[2]
+        return cls(tail[:words].view(torch.int8).view(shape), tail[words : words + slots].view(torch.int32))
+
+
+def rest_rooms(chunks: int, keys: int) -> int:
+    """By how many chunks a tensor of covariances is longer for their rests."""
+    return -(-chunks * (keys * keys // 4 + 1) // (keys * keys))
+
+
 def padded(size: int) -> int:
     return -(-size // MULTIPLE) * MULTIPLE
 
@@ -114,10 +133,10 @@ class Problem(NamedTuple):
 
     def progress(self, *, zero: bool) -> Tensor:
         """For the scan, twice: how much of its work is drawn, and of every head how many chunks are done; and of every
-        head whether the second time is for it."""
+        head whether the second time is for it; and who has left each room of the second time."""
         make = torch.zeros if zero else torch.empty
         items = self.covariance.shape[:3].numel()
-        return make(2 * (items + 1) + items, dtype=torch.int32, device=self.q.device)
+        return make(2 * (items + 1) + items + CAREFUL_ROOMS, dtype=torch.int32, device=self.q.device)
 
 
 def prepare(

@@ -15,8 +15,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) scan(
     const float* __restrict__ sent, const float* __restrict__ known, const float* __restrict__ vectors,
     const i64* __restrict__ table, const i64* __restrict__ first, const float* covariance, const float* mean,
     float* factors, float* spreads, float* gains, float* innovations, float* reads, float* covariances, float* means,
-    float* final_covariance, float* final_mean,
-    int* progress, int* hard, int sequences, int heads, int groups, int values_of_group) {
+    float* final_covariance, float* final_mean, float* rests, u16* entry_rests, int* entry_careful,
+    int* progress, int* hard, int rooms, int sequences, int heads, int groups, int values_of_group) {
     SHARED;
     int* const drawn = (int*)(shared + WORDS);
     if (threadIdx.x == 0) *drawn = atomicAdd(progress, 1);
@@ -24,9 +24,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) scan(
     const int ticket = *drawn, items = sequences * heads * groups;
     __syncthreads();
     const Scan all = {queries, keys, values, sent, known, vectors, table, first, covariance, mean, factors, spreads,
-                      gains, innovations, reads, covariances, means, final_covariance, final_mean, progress + 1, hard,
-                      heads, groups, values_of_group};
-    if (CAREFUL && !hard[ticket % items]) return;
-    if (ticket < items) filter_covariance(shared, all, ticket);
-    else filter_mean(shared, all, (ticket - items) % items, (ticket - items) / items);
+                      gains, innovations, reads, covariances, means, final_covariance, final_mean, rests, entry_rests,
+                      entry_careful, progress + 1, hard, heads, groups, values_of_group};
+    const bool wanted = !CAREFUL || hard[ticket % items];
+    if (ticket >= items) {
+        if (wanted) filter_mean(shared, all, (ticket - items) % items, (ticket - items) / items);
+        return;
+    }
+    // Who comes so many tickets later has the same room, once all before are out of it.
+    int* const left = CAREFUL && items > rooms ? hard + items + ticket % rooms : 0;
+    if (left) {
+        if (threadIdx.x == 0) await(left, ticket / rooms);
+        __syncthreads();
+        if (!wanted && threadIdx.x == 0) announce(left, ticket / rooms + 1);
+    }
+    if (wanted) filter_covariance(shared, all, ticket, ticket % rooms, left, ticket / rooms + 1);
 }

@@ -7,6 +7,7 @@
 // memory, rows of ROW or SPREAD_ROW words, so that the copy engine takes it at once.
 #pragma once
 #include "matrices.cuh"
+#include "rest.cuh"
 
 constexpr int MAIN = 8, THREADS = 32 * (MAIN + 4);   // warps that compute; four more help
 constexpr bool WIDE = KEYS > 128;  // P is too large for a multiprocessor's registers: it stays in the L2 cache
@@ -34,6 +35,12 @@ struct Scan {
     float *innovations, *reads;            // [slot, values, ..]: e^T [ROW]; FULL 0: (Q M)^T [READ_ROW], M at the entry
     float *covariances, *means;            // [slot, ..]: at the entry, if wanted: P [KEYS, KEYS], M^T [values, KEYS]
     float *final_covariance, *final_mean;      // as the entry states
+    // Once a chunk was careful: rooms for what float32 leaves of P, [KEYS, KEYS], and of U^T, [KEYS, ROW], and for W in
+    // float64, [C, KEYS], or else U^T U, [KEYS, KEYS]. With `covariances`, [slot, ..]: what float32 leaves of P at the
+    // entry (rest.cuh), two numbers a word, [KEYS, KEYS], and whether that is there.
+    float* rests;
+    u16* entry_rests;
+    int* entry_careful;
     int *progress;              // [sequence, head, group]: chunks whose covariance is done
     int *hard;                  // [sequence, head, group]: whether float32 is too little for a chunk
     int heads, groups, values_of_group;
