@@ -254,7 +254,7 @@ def _places(x: Tensor, past: AttentionState | None, keep: Tensor | None, cu_seql
         counted = token if keep is None else keep.cumsum(1) - 1
         return _Places(start[:, None] + counted, token)
     offsets = cu_seqlens.to(x.device, torch.int64, non_blocking=True)
-    sequence = torch.searchsorted(offsets[1:].contiguous(), token, right=True)
+    sequence = torch.searchsorted(offsets, token, right=True) - 1  # the first is 0 (Inductor wants no slice)
     start = F.pad(offsets[:-1] - start, (0, 1))  # the tail is masked
     return _Places((token - start[sequence])[None], sequence)
 

@@ -41,7 +41,7 @@ def _packed(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, cu_se
     channels, kept = weight.shape[0], weight.shape[1] - 1
     offsets = cu_seqlens.to(x.device, torch.int64, non_blocking=True)
     token = torch.arange(x.shape[1], device=x.device)
-    sequence = torch.searchsorted(offsets[1:].contiguous(), token, right=True)  # N for the tail
+    sequence = torch.searchsorted(offsets, token, right=True) - 1  # the first one is 0; N for the tail
     slot = token + kept * (sequence + 1).clamp(max=len(offsets) - 1)
     state_slot = offsets[:-1, None] + kept * torch.arange(len(offsets) - 1, device=x.device)[:, None]
     state_slot = state_slot + torch.arange(kept, device=x.device)
