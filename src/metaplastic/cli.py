@@ -194,7 +194,8 @@ def doctor() -> None:
     with console.status("checking every backend, forward and backward") as status:
         for check in check_backends():
             status.update(f"checked {check.configuration}")
-            style = {"ok": "green", "FAILED": "bold red", "unwritable": "bold red"}.get(check.status, "dim")
+            styles = {"ok": "green", "unchecked": "yellow", "FAILED": "bold red", "unwritable": "bold red"}
+            style = styles.get(check.status, "dim")
             seconds = "" if check.seconds is None else f"{check.seconds:.1f}"
             table.add_row(check.configuration, f"[{style}]{check.status}[/]", escape(check.detail), seconds)
             counts[check.status] += 1

@@ -1,4 +1,5 @@
 import importlib
+import json
 import multiprocessing
 
 import pytest
@@ -124,6 +125,25 @@ def test_a_crash_is_a_failed_check(monkeypatch):
     check = doctor._check("additive", "chunked", "cpu", torch.float32, "name", accuracy.CASES)
     assert check.status == "FAILED"
     assert "illegal instruction" in check.detail
+
+
+def test_without_memory_nothing_is_known(monkeypatch):
+    """Neither blocked nor let go."""
+    monkeypatch.setattr(accuracy, "CASES", accuracy.CASES[:1])
+    right, full = accuracy.measure, ("additive", "delta")
+
+    def measure(op, *others):
+        if op in full:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return right(op, *others)
+
+    monkeypatch.setattr(accuracy, "measure", measure)
+    path = dispatch.block({BLOCKED: "test"})
+    checks = {check.configuration: check.status for check in doctor.check_backends()}
+    assert checks[BLOCKED] == checks["delta/chunked/cpu/float32"] == "unchecked"
+    assert list(json.loads(path.read_text())) == [BLOCKED]
+    full = ()
+    assert {check.status for check in doctor.check_backends()} == {"ok", "unavailable"} and path.read_text() == "{}"
 
 
 @pytest.mark.slow

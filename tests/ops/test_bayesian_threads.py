@@ -1,12 +1,14 @@
 """Heads of ops.bayesian on a CPU, shared out among threads."""
 
 import threading
+import time
 
 import pytest
 import torch
 
 from metaplastic import ops
 from metaplastic.ops.bayesian import chunked
+from metaplastic.ops.bayesian import threads as threads_module
 from metaplastic.ops.bayesian.threads import side_by_side
 
 
@@ -65,6 +67,35 @@ def test_an_error_in_a_part_is_raised(threads):
 
     with pytest.raises(ValueError, match="of part 1"):
         side_by_side(run, [slice(0, 1), slice(1, 2), slice(2, 3)])
+
+
+def test_after_an_error_no_part_begins(threads):
+    threads(2)
+    begun = []
+
+    def run(part):
+        begun.append(part)
+        if part.start == 0:
+            raise KeyboardInterrupt
+        time.sleep(0.2)
+
+    with pytest.raises(KeyboardInterrupt):
+        side_by_side(run, [slice(i, i + 1) for i in range(100)])
+    assert len(begun) <= 3
+
+
+def test_threads_that_begin_meanwhile_have_the_number_of_all(threads):
+    threads(2)
+    threads_module._pool.cache_clear()
+    seen = []
+
+    def run(part):
+        late = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+        late.start()
+        late.join()
+
+    side_by_side(run, [slice(i, i + 1) for i in range(4)])
+    assert seen == [2] * 4
 
 
 def test_in_inference_mode(threads, monkeypatch):

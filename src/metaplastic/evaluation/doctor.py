@@ -18,6 +18,7 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from typing import NamedTuple
 
 import torch
@@ -32,7 +33,7 @@ MEMORY = 16e9  # bytes of a GPU for each process: what the references of the lar
 
 class Check(NamedTuple):
     configuration: str
-    status: str  # "ok", "FAILED", "unavailable" or "unwritable"
+    status: str  # "ok", "FAILED", "unchecked", "unavailable" or "unwritable"
     detail: str
     largest_error: float | None = None
     seconds: float | None = None
@@ -41,11 +42,16 @@ class Check(NamedTuple):
 def check_backends() -> Iterator[Check]:
     """Checks every backend on every device and dtype here, yielding as it goes; renews the block list at the end.
 
-    If the list cannot be written, a last check says so, with the status "unwritable".
+    If the list cannot be written, a last check says so, with the status "unwritable". On a GPU a script that calls this
+    needs the guard ``if __name__ == "__main__"``: processes are started.
+
+    Raises OSError if one of these dies.
     """
     devices = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
     failed = {}
     for check, blocked in _results([job for device in devices for job in _jobs(device)]):
+        if check.status == "unchecked" and blocked in dispatch._blocked():
+            failed[blocked] = f"it failed once, and then: {check.detail}"
         if check.status == "FAILED":
             detail = check.detail if blocked == check.configuration else f"{check.configuration}: {check.detail}"
             failed[blocked] = detail
@@ -130,11 +136,11 @@ def _jobs(device: str) -> Iterator[_Job | _Convolution | _Unavailable]:
 
 
 def _processes() -> int:
-    """How many check side by side: half the cores, and as many as a GPU has memory for."""
+    """How many check side by side: half the cores, and as many as a GPU has free memory for."""
     if not torch.cuda.is_available():
         return 1
-    memory = torch.cuda.get_device_properties(0).total_memory
-    return max(1, min((os.cpu_count() or 1) // 2, int(memory / MEMORY)))
+    free, _ = torch.cuda.mem_get_info()
+    return max(1, min((os.cpu_count() or 1) // 2, int(free / MEMORY)))
 
 
 def _results(jobs: Sequence[_Job | _Convolution | _Unavailable]) -> Iterator[tuple[Check, str]]:
@@ -146,8 +152,12 @@ def _results(jobs: Sequence[_Job | _Convolution | _Unavailable]) -> Iterator[tup
     before = set(multiprocessing.active_children())
     pool = ProcessPoolExecutor(processes, mp_context=context, initializer=_end_with, initargs=(os.getpid(),))
     try:
-        for future in [pool.submit(_run, job) for job in jobs]:
-            yield future.result()
+        for job, future in [(job, pool.submit(_run, job)) for job in jobs]:
+            try:
+                result = future.result()
+            except BrokenProcessPool as error:
+                raise OSError(f"a process of the doctor has died, at {job} or after it: nothing is blocked") from error
+            yield result
     except BaseException:  # also where nobody wants to know any more
         for child in set(multiprocessing.active_children()) - before:
             child.terminate()
@@ -190,6 +200,8 @@ def _check(
                     f"{what}: error {error:.1e}"
                     for what, error in accuracy.failures(op, backend, errors, dtype).items()
                 ]
+    except torch.OutOfMemoryError:
+        return Check(name, "unchecked", "the device has not enough free memory")
     except Exception as error:  # whatever a compiler or driver throws is a failed check, not a crash of the doctor
         problems.append(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
         largest = float("inf")

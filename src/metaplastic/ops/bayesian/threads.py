@@ -1,22 +1,33 @@
 """Independent parts of an operator's work on a CPU, each from beginning to end in one thread.
 
 Waking threads for every small product takes about as long as the product does, so a part's products get one thread each
-and the parts run side by side.
+and the parts run side by side. A part that is alone has them all, and then its last bits may depend on their number (in
+float64 products of a library do).
 """
 
 import contextlib
 import functools
 import os
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import torch
 
 
-@functools.cache
+@functools.lru_cache(4)  # an older one ends when its work is done
 def _pool(process: int, threads: int) -> ThreadPoolExecutor:
     """One per process, because threads do not survive a fork; in each of its threads PyTorch computes with one."""
-    return ThreadPoolExecutor(threads, "metaplastic", initializer=torch.set_num_threads, initargs=(1,))
+    return ThreadPoolExecutor(threads, "metaplastic", initializer=_alone, initargs=(threads,))
+
+
+def _alone(threads: int) -> None:
+    """One thread here; what threads that begin later get (a process has one number for them) stays as it was."""
+    torch.get_num_threads()  # else it would be set once more, from the number of all, when it is first asked for
+    torch.set_num_threads(1)
+    other = threading.Thread(target=torch.set_num_threads, args=(threads,))
+    other.start()
+    other.join()
 
 
 def side_by_side(run: Callable[[slice], None], parts: list[slice]) -> None:
@@ -30,15 +41,26 @@ def side_by_side(run: Callable[[slice], None], parts: list[slice]) -> None:
 
     def drain() -> None:
         with torch.inference_mode(inference), torch.no_grad():
-            for part in left:
-                run(part)
+            try:
+                for part in left:
+                    run(part)
+            except BaseException:
+                stop()
+                raise
+
+    def stop() -> None:
+        for _ in left:
+            pass
 
     helpers: list[Future[None]] = []
     with contextlib.suppress(RuntimeError):  # the interpreter is shutting down
         helpers.extend(_pool(os.getpid(), threads).submit(drain) for _ in range(min(threads, len(parts))))
     if not helpers:
         drain()
-    wait(helpers)
-    torch.set_num_threads(threads)  # a new helper sets what threads that begin later get
+    try:
+        wait(helpers)
+    except BaseException:  # Ctrl-C: nobody begins another part
+        stop()
+        raise
     for helper in helpers:
         helper.result()
