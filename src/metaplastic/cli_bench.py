@@ -157,10 +157,12 @@ def bench_parallel(
     timed, compared, resumed = models
     for name, found in parallel_speed.bench_parallel(timed, compared, resumed, output, setting, ways):
         measured[name] = found
-        rows = parallel_page.compared_rows if name == "compared" else parallel_page.way_rows
-        print_table(name, *rows(found))
+        if name != "compared":  # that is one table, at the end
+            print_table(name, *parallel_page.way_rows(found))
         settings = dict(zip(("recipe", "alike", "resume"), names, strict=True)) | chosen | {"ways": ways}
         record = results.record("bench parallel", measured, seeds=[0], settings=settings)
         results.write_json(path, record)  # after every part: it may be cut short
         parallel_page.parallel_page(record, output)
+    rows = parallel_page.compared_rows(measured.get("compared", {}))
+    print_table("compared with one process", *(rows or [("nothing", "one process has not run (--way one)")]))
     console.print(f"results: {path}\nopen in a browser: {output / 'index.html'}")

@@ -153,10 +153,12 @@ def compare(
     output: Output = Path("runs/compare"),
 ) -> None:
     """Finished training runs beside each other: curves and numbers on one page."""
-    from .evaluation.curves import curves_page, read_runs
+    from .evaluation.curves import curves_page, not_comparable, read_runs
 
     records = read_runs(runs)
     make_folder(output)
     page = curves_page(records, output)
     rows = [(name, f"{record['measurements']['eval_loss']:.4f}") for name, record in records.items()]
     print_table("Held-out loss (nats per token)", *rows, ("page", str(page)))
+    if said := not_comparable(records):
+        console.print(said)

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from metaplastic.evaluation.curves import curves_page, read_runs
+from metaplastic.evaluation.curves import curves_page, not_comparable, read_runs
 
 
 def record(loss, *, mixer="palimpsa_d", memory=True, **measured):
@@ -34,7 +34,17 @@ def test_one_run_shows_its_numbers_its_curves_and_its_memories(tmp_path):
 
 def test_several_runs_stand_in_one_table_and_have_memories_of_their_own(tmp_path):
     records = {"a": record(1.0, seconds_this_call=60.0), "b/<c>": record(2.0, mixer="attention", memory=False)}
+    other = {"data": "x/shards", "tokenizer": None, "layers": 4, "processes": 2, "parallel": "ddp", "data_sha256": "1"}
+    records["a"]["settings"] |= other | {"context_parallel": 2}
+    records["b/<c>"]["settings"] |= {"data": None, "files": ["y/z.txt"], "tokenizer": "w/t", "data_sha256": "2"}
     page = curves_page(records, tmp_path).read_text()
+    assert "<td>data</td><td>shards</td><td>z.txt</td>" in page
+    assert "<td>tokenizer</td><td>of the data</td><td>t</td>" in page
+    assert "<td>layers</td><td>4</td><td>-</td>" in page
+    assert "<td>processes</td><td>2 (ddp, 2 to a row)</td><td>-</td>" in page
+    assert "Not the same data: losses cannot be compared." in page
+    records["b/<c>"]["settings"]["data_sha256"] = "1"
+    assert not_comparable(records) is None
     assert "<th>a</th><th>b/&lt;c&gt;</th>" in page
     assert "<td>seconds of the last call</td><td>60</td><td>-</td>" in page
     assert page.count("<img") == 2 and page.count("<details") == 2
@@ -57,6 +67,8 @@ def test_names_are_no_formulae_and_none_is_hidden(tmp_path, monkeypatch):
     legends, legend = [], Axes.legend
     monkeypatch.setattr(Axes, "legend", lambda *args, **options: legends.append(legend(*args, **options)))
     curves_page({r"$\run$": record(1.0, memory=False), "_second": record(1.0, memory=False)}, tmp_path)
+    norms = [drawn for drawn in legends[0].get_figure().axes if drawn.get_yscale() == "log"]
+    assert norms and not any("$" in tick.get_text() for axis in norms for tick in axis.get_yticklabels(which="both"))
     labels = [text.get_text() for text in legends[0].get_texts()]
     assert labels == [r"\$\run\$", r"\$\run\$, held out", " _second", " _second, held out"]
 

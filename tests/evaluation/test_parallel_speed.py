@@ -66,8 +66,13 @@ def test_ways_are_compared_with_one_process():
     resumed = found["m, resume"]
     assert resumed["parts"] == {"ddp": [0, 1], "one": [1, 2]} and resumed["equal"]
     said = dict(compared_rows(found))
-    assert said["m, same run: fsdp2"].startswith("NOT EQUAL (differences: losses 3.3e-02, gradient norms 0.0e+00)")
-    assert "tokens per second 1.900 times" in said["m, same run: ddp"]
+    differences = "losses 3.3e-02, tolerance 1e-05; gradient norms 0.0e+00, tolerance 1e-04"
+    assert said["m, same run: fsdp2"].startswith(f"NOT EQUAL (differences: {differences})")
+    assert "tokens per second 1.900 times;" in said["m, same run: ddp"]
+    on_a_cpu = copy.deepcopy(FOUND)
+    on_a_cpu["ddp"]["m, same run"]["exchange"] = "gloo"
+    said_there = dict(compared_rows(compared(on_a_cpu)))["m, same run: ddp"]
+    assert "tokens per second 1.900 times (processes share this CPU: no statement about speed);" in said_there
     assert said["m, resume"].startswith("ddp > one: equal")
 
 
@@ -228,6 +233,7 @@ def check_all(output):
     text = (output / "results.json").read_text()
     assert str(output) not in text
     measured = json.loads(text)["measurements"]
+    assert shown.output.count("compared with one process") == 1
     assert [name for name in measured if name != "compared"] == list(WAYS)
     assert not any("not run" in found for found in measured.values()), measured
     found = measured["compared"]

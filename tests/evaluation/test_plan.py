@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from metaplastic.evaluation import memory
-from metaplastic.evaluation.plan import Cluster, Step, context_bytes, plan, plan_rows
+from metaplastic.evaluation.plan import Cluster, Step, _run, context_bytes, plan, plan_rows
 from metaplastic.evaluation.words import digits
 from metaplastic.layers import MIXERS
 from metaplastic.models import MetaplasticConfig, MetaplasticForCausalLM, size
@@ -57,6 +57,12 @@ def waiting(module, run, *, hidden=False):
     return sum(count for place, count in storages.items() if place not in own)
 
 
+def only_on_a_gpu(mixer) -> int:
+    """The filter's inverse factors: on a CPU, where it computes in float64, they would be too coarse to read again."""
+    chunks = LENGTH // memory.CHUNK
+    return 4 * BATCH * chunks * mixer.num_heads * memory.CHUNK**2 if mixer.operator == "bayesian" else 0
+
+
 @pytest.mark.parametrize("name", MIXERS)
 @pytest.mark.parametrize("mlp", [176, None])
 def test_activations_of_a_block(name, mlp):
@@ -65,7 +71,7 @@ def test_activations_of_a_block(name, mlp):
     x = torch.randn(BATCH, LENGTH, 64, requires_grad=True)
     found = waiting(block, lambda: block(x, keep_state=False)[0])
     counted = BATCH * LENGTH * memory.block_bytes(block, LENGTH) + memory.weight_copies(block)
-    assert counted == pytest.approx(found, rel=0.02)
+    assert counted - only_on_a_gpu(block.mixer) == pytest.approx(found, rel=0.02)
 
 
 @pytest.mark.parametrize("name", ["palimpsa_d", "mamba2", "bayesian", "gated_deltanet", "attention"])
@@ -76,7 +82,8 @@ def test_selective_checkpointing(name):
     ids = torch.randint(0, 97, (BATCH, LENGTH))
     found = waiting(model, lambda: model(ids, use_cache=False).last_hidden_state, hidden=True)
     counted = sum(memory.kept_by_checkpointing(block, "selective", LENGTH) for block in model.layers)
-    assert BATCH * LENGTH * (counted + memory._norm(model.norm)) == pytest.approx(found, rel=0.03)
+    counted = BATCH * LENGTH * (counted + memory._norm(model.norm))
+    assert counted - sum(only_on_a_gpu(block.mixer) for block in model.layers) == pytest.approx(found, rel=0.03)
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
@@ -150,6 +157,12 @@ def test_numbers_are_for_people():
         assert len({value.split()[1] for value in [*parts, words["memory of a GPU"]]}) == 1
         assert ("communication" in words) == (gpus > 1)
         assert words["of a GPU"].startswith("1 row at once, ")
+    assert _run(Step(128, 4096, 2), 30e9, 0.126, 0.151) == [
+        ("the run", "30.0 G tokens, 57,221 steps: 2.0 to 2.4 hours")
+    ]
+    assert _run(Step(1, LENGTH, 1), 1e3, 0.5)[0][1] == "1.00 K tokens, 4 steps: 2.0 seconds"
+    assert _run(Step(1, LENGTH, 1), 1e3, 0.5, 0.501)[0][1].endswith(": 2.0 seconds")
+    assert not _run(Step(1, LENGTH, 1), None, 1.0)
     assert [digits(value) for value in (1070, 0.01546, 25, 17_580.0, 0)] == ["1,070", "0.0155", "25.0", "17,600", "0"]
 
 
@@ -162,8 +175,13 @@ def test_states_are_those_of_the_layers(name):
 
 def test_what_cannot_be_planned():
     network = config("mamba2")
-    with pytest.raises(ValueError, match="rows: got 4 rows of 256 tokens a step for 8 shares of them"):
+    with pytest.raises(ValueError, match="got 4 rows of 256 tokens a step, which 8 GPUs cannot") as few:
         plan(network, Cluster(8), Step(4, LENGTH, 1))
+    assert str(few.value).endswith(": give --context-parallel 2, --tokens-per-step 2048 or --block-length 128")
+    with pytest.raises(ValueError, match="share evenly: give --tokens-per-step 3072$"):  # attention; 3 is no factor
+        plan(config("attention"), Cluster(12), Step(4, LENGTH, 1))
+    with pytest.raises(ValueError, match="which 8 GPUs, 2 to a row, cannot share evenly: give --context-parallel 4,"):
+        plan(network, Cluster(8), Step(2, LENGTH, 1, context_parallel=2))
     with pytest.raises(ValueError, match="context_parallel: got 3 of 8 GPUs, expected a divisor"):
         plan(network, Cluster(8), Step(4, LENGTH, 1, context_parallel=3))
     with pytest.raises(ValueError, match="context_parallel: Attention layers cannot be cut"):
@@ -178,7 +196,8 @@ def test_what_cannot_be_planned():
 
 def test_the_page_says_what_is_counted():
     page = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
-    for line in plan_rows(find("palimpsa_d-760M").network(), Cluster(256), Step(128, 4096, 2, context_parallel=2)):
+    step, tokens = Step(128, 4096, 2, context_parallel=2), find("palimpsa_d-760M").tokens
+    for line in plan_rows(find("palimpsa_d-760M").network(), Cluster(256), step, tokens):
         assert "    " + "".join(f"{line[0]:26}{line[1]}") in page
     for model, mixer in MODELS.items():
         network = find(f"{model}-760M").network()
@@ -200,6 +219,7 @@ def test_the_page_says_what_is_counted():
         ("--block-length 0", "block_length must be >= 1, got 0"),
         ("--batch-size 0", "batch_size must be >= 1, got 0"),
         ("--checkpointing=", "checkpointing must be one of none, full, selective, got ''"),
+        ("--gpus 256", "evenly: give --context-parallel 2, --tokens-per-step 1048576 or --block-length 2048"),
         ("--gpus 8192 --context-parallel 8192", "in 8,192 shards, expected at least 3 tokens in each"),
         ("--peak inf", "peak must be > 0 and finite, got inf"),
         ("--efficiency 40", "efficiency must be a share of the peak, at most 1, got 40"),

@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import traceback
+import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,9 @@ def one_step(folder: Path, name: str, parallel: str | None) -> None:
         trainer = MetaplasticTrainer(
             model, arguments, collate_packed, packed_rows(7), eval_dataset=packed_rows(5, seed=2)
         )
-        trainer.train()
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            trainer.train()
         sharded = [isinstance(weight, DTensor) for weight in trainer.model.parameters()]
         evaluation = trainer.evaluate()
         after = {
@@ -97,6 +100,7 @@ def one_step(folder: Path, name: str, parallel: str | None) -> None:
         gradients = {name: before[name] - weight for name, weight in after.items()}
         loss = next(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
         of_one = {"gradients": gradients, "loss": loss, "evaluation": evaluation, "sharded": set(sharded)}
+        of_one |= {"heard": [str(warning.message) for warning in heard]}
         of_one |= {"tokens": trainer.state.num_input_tokens_seen, "fused": calls.copy()}
         found[mixer, loss_form] = of_one
         calls.clear()

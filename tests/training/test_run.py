@@ -445,7 +445,10 @@ def test_results_say_what_ran(tiny, undisturbed):
     result = json.loads((undisturbed / "results.json").read_text())
     assert result["seeds"] == [0]
     assert result["settings"]["learning_rates_tried"] == [0.003]
-    assert result["settings"] | json.loads(json.dumps(dataclasses.asdict(tiny()))) == result["settings"]
+    run, given = json.loads((undisturbed / "run.json").read_text()), json.loads(json.dumps(dataclasses.asdict(tiny())))
+    other = ("split", "text_column", "held_out_documents", "shuffle_window", "max_bytes")  # not of files
+    assert result["settings"] | given | dict.fromkeys(other) == result["settings"]
+    assert result["settings"]["data_sha256"] == run["data_sha256"] and run["split"] == "train"
     assert result["environment"]["backends"]["palimpsa"]
     measured = result["measurements"]
     entries = [entry for entry in measured["history"] if "eval_loss" in entry]

@@ -160,16 +160,25 @@ def test_changed_or_broken_shards_are_not_taken_for_the_same_run(sharded, folder
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"files": "a.txt"}, r"files does not go with data, which is given, got \('a.txt',\)"),
-        ({"dataset": "a"}, "dataset does not go with data, which is given, got 'a'"),
-        ({"tokenizer": "bytes"}, "tokenizer does not go with data, which is given, got 'bytes'"),
-        ({"held_out": 0.1}, "held_out does not go with data, which is given, got 0.1"),
-        ({"split": "test"}, "split does not go with data, which is given, got 'test'"),
+        ({"files": "a.txt"}, r"files \(a.txt\) and data \(shards\) were both given: leave out one"),
+        ({"dataset": "a"}, r"dataset \(a\) and data \(shards\) were both given"),
+        ({"tokenizer": "bytes"}, r"tokenizer \(bytes\) and data \(shards\) were both given"),
+        ({"held_out": 0.1}, r"held_out \(0.1\) and data \(shards\) were both given"),
+        ({"split": "test"}, r"split \(test\) and data \(shards\) were both given"),
     ],
 )
 def test_settings_that_do_not_go_with_shards_are_named(settings, expected):
     with pytest.raises(ValueError, match=expected):
         TrainConfig(data="shards", **settings)
+    applied = TrainConfig(data="shards").applied()
+    assert (applied["data"], *(applied[name] for name in ("held_out", "split", "files"))) == (
+        "shards",
+        None,
+        None,
+        None,
+    )
+    begun = TrainConfig(files=("a",), model="b").applied()
+    assert (begun["held_out"], begun["split"], begun["max_bytes"], begun["heads"]) == (0.05, None, None, None)
 
 
 def test_shards_that_do_not_do_claim_no_folder(sharded, folder, tmp_path):

@@ -99,6 +99,8 @@ def curves_page(records: Mapping[str, dict[str, Any]], output: Path) -> Path:
     one = len(records) == 1
     report = Report(f"Training {next(iter(records))}" if one else "Training runs beside each other")
     report.table(["", *records], _summary(records))
+    if said := not_comparable(records):
+        report.text(said)
     left: list[tuple[str, str]] = []  # of which curves points are left out, and which
     figure, axes = _panels(len(PANELS))
     for panel, (name, label) in zip(axes, PANELS.items(), strict=False):
@@ -111,7 +113,7 @@ def curves_page(records: Mapping[str, dict[str, Any]], output: Path) -> Path:
         panel.set(xlabel="tokens seen", ylabel=label)
         panel.xaxis.set_major_formatter(_tokens)
         if name.endswith(LOGARITHMIC):
-            panel.set_yscale("log")
+            _logarithmic(panel)
     axes[0].legend(fontsize=7)
     figure.tight_layout()
     caption = (
@@ -175,6 +177,9 @@ def _summary(records: Mapping[str, dict[str, Any]]) -> list[list[Any]]:
         value = record.get("settings", {}).get(name)
         return "-" if value is None else str(value).encode(errors="replace").decode()
 
+    def words(record: dict[str, Any], name: str, form: str) -> str:
+        return _words(record.get("settings", {}), name).encode(errors="replace").decode()
+
     def result(record: dict[str, Any], name: str, form: str) -> str:
         value = record["measurements"].get(name)
         return "-" if value is None else _written(value, form)
@@ -189,22 +194,59 @@ def _summary(records: Mapping[str, dict[str, Any]]) -> list[list[Any]]:
             ("tokens per second, median", middle, "tokens_per_second", ",.0f"),
             ("MFU, median", middle, "mfu", ".1%"),
             ("seconds of the last call", result, "seconds_this_call", NUMBERS["seconds_this_call"]),
+            ("data", words, "data", ""),
+            ("tokenizer", words, "tokenizer", ""),
+            ("processes", words, "processes", ""),
         )
     ]
     rows += [
         [name.replace("_", " "), *(setting(record, name) for record in records.values())]
         for name in (
             "mixer",
+            "layers",
+            "hidden_size",
             "recipe",
             "learning_rate",
             "batch_size",
             "accumulation",
             "block_length",
             "seed",
-            "processes",
         )
     ]
     return [row for row in rows if set(row[1:]) != {"-"}]
+
+
+def _words(settings: dict[str, Any], name: str) -> str:
+    """What was trained on, and how, for people: names without folders; "-" where a record does not say."""
+    if name not in settings:
+        return "-"
+    data, dataset, model, files = (settings.get(key) for key in ("data", "dataset", "model", "files"))
+    if name == "processes":
+        shared = [str(settings["parallel"])] if settings.get("parallel") else []
+        context = settings.get("context_parallel")
+        shared += [f"{context} to a row"] if context not in (None, 1) else []
+        return f"{settings[name]} ({', '.join(shared)})" if shared else str(settings[name])
+    if name == "tokenizer":
+        own = "of the data" if data else "of the model" if model else "bytes"
+        return _last(settings[name]) if settings[name] else own
+    if data or dataset:
+        return _last(data) if data else str(dataset)
+    names = [_last(file) for file in files] if isinstance(files, list) else []
+    return ", ".join([*names[:3], *(["..."] if names[3:] else [])]) or "the Python standard library"
+
+
+def _last(place: Any) -> str:
+    return Path(str(place)).name or str(place)
+
+
+def not_comparable(records: Mapping[str, dict[str, Any]]) -> str | None:
+    """Why losses of these runs say nothing about each other, as far as their records know."""
+    said = {"tokenizer": "", "data": " (Of the same files another seed or share holds out other documents.)"}
+    for kind, why in said.items():  # in this order: other tokens are other data too
+        found = {str(record.get("settings", {}).get(f"{kind}_sha256")) for record in records.values()} - {"None"}
+        if len(found) > 1:
+            return f"Not the same {kind}: losses cannot be compared.{why}"
+    return None
 
 
 def _written(value: float, form: str) -> str:
@@ -227,7 +269,8 @@ def _memories(report: Report, run: str, record: dict[str, Any], file: Path, left
             shade = 0.25 + 0.75 * place / max(len(layers) - 1, 1)
             curve = _curve(record, f"eval_layer_{layer}_{kind}", run, left)
             panel.plot(*curve, color=(0.04, 0.41, 0.85, shade), marker="o", markersize=3, label=f"layer {layer}")
-        panel.set(xlabel="tokens seen", ylabel=MEMORY[kind], yscale="log")
+        panel.set(xlabel="tokens seen", ylabel=MEMORY[kind])
+        _logarithmic(panel)
         panel.xaxis.set_major_formatter(_tokens)
     axes[0].legend(fontsize=6, ncols=2)
     figure.tight_layout()
@@ -246,6 +289,19 @@ def _panels(count: int) -> tuple[Any, Any]:
     for spare in axes[count:]:
         spare.set_axis_off()
     return figure, axes
+
+
+def _logarithmic(panel: Any) -> None:
+    """With plain numbers at the ticks that matplotlib would write as powers of ten."""
+    from matplotlib.ticker import LogFormatterSciNotation
+
+    class Plain(LogFormatterSciNotation):
+        def __call__(self, x: float, pos: int | None = None) -> str:
+            return f"{x:,.10g}" if super().__call__(x, pos) else ""
+
+    panel.set_yscale("log")
+    panel.yaxis.set_major_formatter(Plain())
+    panel.yaxis.set_minor_formatter(Plain(labelOnlyBase=False))
 
 
 def _tokens(count: float, _: Any) -> str:

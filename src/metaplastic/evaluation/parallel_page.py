@@ -45,15 +45,16 @@ def compared_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _equal(entry: dict[str, Any]) -> str:
     found = {what.removeprefix("difference of "): x for what, x in entry.items() if what.startswith("difference")}
-    differences = [f"{what} {x:.1e}" for what, x in found.items()]
-    return f"{'equal' if entry['equal'] else 'NOT EQUAL'} (differences: {', '.join(differences)})"
+    differences = [f"{what} {x:.1e}, tolerance {entry[f'tolerance of {what}']:.0e}" for what, x in found.items()]
+    return f"{'equal' if entry['equal'] else 'NOT EQUAL'} (differences: {'; '.join(differences)})"
 
 
 def _comparison(entry: dict[str, Any]) -> str:
     said = [_equal(entry)] if "equal" in entry else []
     for what, value in entry.items():
         if "ratio" in what:
-            said.append(f"{what.replace(', ratio', '')} {value:.3f} times")
+            note = f" ({entry['speed']})" if what == f"{TOKENS}, ratio" and "speed" in entry else ""
+            said.append(f"{what.replace(', ratio', '')} {value:.3f} times{note}")
     return "; ".join(said)
 
 

@@ -47,6 +47,7 @@ RESUMED = 1e-4  # float32 losses, whose differences grow from step to step
 SAME, OWN, LONG, STATES, EXACT, RESUME, WHOLE, WAITS = (
     "same run", "rows of a GPU", "one long row", "few activations", "float32", "resume", "undisturbed", "waits",
 )  # fmt: skip
+SHARED = "processes share this CPU: no statement about speed"
 SAID = 300  # characters of an error
 GOING_ON = "going on"  # the folder of the run that is left and gone on with
 
@@ -278,6 +279,8 @@ def _ratios(entry: dict[str, Any], same: Mapping[str, Any], own: Mapping[str, An
             entry[f"{what}, ratio"] = own[what] / rows[what]
     if "tokens per second" in own and "tokens per second" in same and same is not rows:
         entry["tokens per second, ratio at the same run"] = own["tokens per second"] / same["tokens per second"]
+    if own.get("exchange") == "gloo" and any(ratio.startswith("tokens per second") for ratio in entry):
+        entry["speed"] = SHARED  # gloo is what processes of a CPU have
 
 
 def _resumed(whole: Mapping[str, Any], ways: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

@@ -22,17 +22,19 @@ from typing import Any
 
 import torch
 
+from ..layers import MIXERS
 from ..models import MetaplasticConfig, MetaplasticForCausalLM, size
 from ..models.checkpointing import KINDS as CHECKPOINTING
 from ..models.loss import FORMS as LOSSES
 from ..models.loss import pays
 from ..training.flops import PEAKS, model_flops, seen_in_a_row
 from . import memory
-from .words import digits
+from .words import digits, with_unit
 
 PARALLEL = ("ddp", "fsdp2")
 AFFINE = ("palimpsa", "additive")
 BYTES = {"GB": 1e9, "MB": 1e6, "KB": 1e3}
+TIMES = {"days": 86_400, "hours": 3600, "minutes": 60, "seconds": 1}
 SHORTEST = 3  # tokens of a shard: what the short convolution looks back to
 STATES = "states (context)"
 
@@ -47,7 +49,7 @@ class Cluster:
     between: float = 50e9  # to other machines (a network card of 400 Gb/s for each)
     memory: float = 80e9
     peak: float = PEAKS["H100"]
-    efficiency: float = 0.4  # assumed, of the peak
+    efficiency: float = 0.24  # of the peak, assumed: Palimpsa-D 760M on an H200, compiled; eager 0.14
 
     def __post_init__(self) -> None:
         for name in ("gpus", "node", "inside", "between", "memory", "peak", "efficiency"):
@@ -108,10 +110,9 @@ def plan(config: MetaplasticConfig, cluster: Cluster, step: Step) -> Plan:
     if left:
         raise ValueError(f"context_parallel: got {step.context_parallel} of {cluster.gpus} GPUs, expected a divisor")
     if step.rows % shares:
-        few = f"{step.rows} rows of {step.length:,} tokens a step for {shares} shares of them"
-        raise ValueError(
-            f"rows: got {few}, expected a multiple: share rows (context_parallel), or give more or shorter ones"
-        )
+        who = f"{cluster.gpus:,} GPUs" + (f", {step.context_parallel} to a row," if step.context_parallel > 1 else "")
+        few = f"{step.rows:,} rows of {step.length:,} tokens a step, which {who} cannot share evenly"
+        raise ValueError(f"rows: got {few}: {_instead(config, cluster, step)}")
     own = step.rows // shares
     at_once = max(count for count in range(1, min(step.batch_size, own) + 1) if own % count == 0)
     if step.loss == "auto":
@@ -128,6 +129,23 @@ def plan(config: MetaplasticConfig, cluster: Cluster, step: Step) -> Plan:
     seconds = {name: count / rates[name] for name, count in sent.items()}
     kept = _memory(model, cluster, step, at_once, accumulation)
     return Plan(at_once, accumulation, kept, sent, seconds, flops, step.loss)
+
+
+def _instead(config: MetaplasticConfig, cluster: Cluster, step: Step) -> str:
+    """Options of the command with which the GPUs have rows to share: one of each kind, the nearest."""
+    shares, tokens, found = cluster.gpus // step.context_parallel, step.rows * step.length, []
+    rows = math.lcm(shares, step.batch_size)  # a step has a multiple of them
+    if not any(MIXERS[name].growing_state for name in config.mixers):
+        for context in range(step.context_parallel + 1, min(cluster.gpus, step.length // SHORTEST) + 1):
+            if cluster.gpus % context == 0 and step.rows % (cluster.gpus // context) == 0:
+                found.append(f"--context-parallel {context}")
+                break
+    found.append(f"--tokens-per-step {-(-step.rows // rows) * rows * step.length}")
+    for length in range(min(step.length, tokens // rows), step.context_parallel * SHORTEST - 1, -1):
+        if tokens % (rows * length) == 0:
+            found.append(f"--block-length {length}")
+            break
+    return f"give {', '.join(found[:-1])}{' or ' if found[:-1] else ''}{found[-1]}"
 
 
 def _memory(model: Any, cluster: Cluster, step: Step, at_once: int, accumulation: int) -> dict[str, float]:
@@ -186,8 +204,10 @@ def context_bytes(mixer: Any, context: int) -> int:
     return 4 * sent
 
 
-def plan_rows(config: MetaplasticConfig, cluster: Cluster, step: Step) -> list[tuple[str, str]]:
-    """A plan as names and readable values."""
+def plan_rows(
+    config: MetaplasticConfig, cluster: Cluster, step: Step, tokens: float | None = None
+) -> list[tuple[str, str]]:
+    """A plan as names and readable values; ``tokens``: of the whole run."""
     found = plan(config, cluster, step)
     compute = found.flops / (cluster.peak * cluster.efficiency)
     unit = _unit(found.resident)  # one for all that adds up
@@ -210,7 +230,7 @@ def plan_rows(config: MetaplasticConfig, cluster: Cluster, step: Step) -> list[t
     rows.append(("compute of a step", f"{_ms(compute)} {at}"))
     talk = sum(found.seconds.values())
     if talk == 0:
-        return [*rows, ("tokens per second", digits(step.rows * step.length / compute))]
+        return [*rows, ("tokens per second", digits(step.rows * step.length / compute)), *_run(step, tokens, compute)]
     unit = _unit(max(found.sent.values()))
     for name, count in found.sent.items():
         rows.append((f"  {name}", f"{_bytes(count, unit)}, {_ms(found.seconds[name])}"))
@@ -219,7 +239,18 @@ def plan_rows(config: MetaplasticConfig, cluster: Cluster, step: Step) -> list[t
     rate = [step.rows * step.length / seconds for seconds in (compute + talk, max(compute, talk))]
     slow, fast = map(digits, rate)
     rows.append(("tokens per second", f"{slow} (nothing overlaps) to {fast} (everything)"))
-    return rows
+    return [*rows, *_run(step, tokens, max(compute, talk), compute + talk)]
+
+
+def _run(step: Step, tokens: float | None, *seconds: float) -> list[tuple[str, str]]:
+    """How long the whole run takes, by the seconds of a step, without evaluations and checkpoints."""
+    if tokens is None:
+        return []
+    steps = math.ceil(tokens / (step.rows * step.length))
+    whole = [steps * each for each in seconds]
+    unit = next((unit for unit, size in TIMES.items() if whole[-1] >= 2 * size), "seconds")
+    length = " to ".join(dict.fromkeys(digits(each / TIMES[unit], 2) for each in whole))
+    return [("the run", f"{with_unit(tokens, ' tokens')}, {steps:,} steps: {length} {unit}")]
 
 
 def _rows(found: Plan) -> str:

@@ -83,7 +83,7 @@ def bench_operator(
     The token loop takes every third turn: long, and what it frees slows whoever is next, which a median forgives.
     The memory is that of the first backend and of the token loop, forward and backward, beyond the floor: the outputs,
     the loss's product with them and the gradients of both and of the inputs.
-    ``tell`` gets each row of :func:`operator_rows` as soon as it is measured.
+    ``tell`` gets each row of :func:`operator_rows` as soon as it is measured, and before what is long a word of it.
     """
     inputs = operator_inputs(op, **shape)
     written = inputs["w" if op == "palimpsa" else "v"]
@@ -110,6 +110,8 @@ def bench_operator(
 
     tell_more()
     for part, side in {"forward": forward, "forward_backward": both}.items():
+        if side is both:
+            tell("forward and backward", "being timed, the token loop too, which takes longest")
         seconds = medians({n: side(n) for n in sides}, repetitions, seldom="reference")
         found |= {f"{n}_{part}_ms": s * 1e3 for n, s in seconds.items()}
         found |= {f"{n}_{part}_speedup": seconds["reference"] / seconds[n] for n in backends}

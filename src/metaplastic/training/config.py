@@ -4,6 +4,7 @@ import dataclasses
 import math
 import numbers
 import os
+from collections.abc import Iterator
 from typing import Any
 
 from ..models.checkpointing import KINDS as CHECKPOINTING
@@ -144,7 +145,9 @@ class TrainConfig:
             raise ValueError(f"peak_flops must be > 0 and finite, got {self.peak_flops}")
         if self.data is not None:
             object.__setattr__(self, "data", str(self.data))
-            self._leave_out(_NOT_OF_SHARDS, "does not go with data, which is given")
+            for name, given in self._given(_NOT_OF_SHARDS):
+                said = ", ".join(given) if isinstance(given, tuple) else given
+                raise ValueError(f"{name} ({said}) and data ({self.data}) were both given: leave out one of them")
         elif self.dataset is not None:
             object.__setattr__(self, "dataset", str(self.dataset))
             self._leave_out(_OF_FILES, "is for files, and dataset is given")
@@ -190,7 +193,22 @@ class TrainConfig:
         """What is in its run.json: all that can make this run another one than that."""
         return {name: value for name, value in dataclasses.asdict(self).items() if name not in _OF_NO_CONSEQUENCE}
 
-    def _leave_out(self, names: tuple[str, ...], why: str) -> None:
+    def applied(self) -> dict[str, Any]:
+        """For results: all settings, None for those of other kinds of data and for what the saved model decides."""
+        if self.data is not None:
+            others = _NOT_OF_SHARDS
+        elif self.dataset is not None:
+            others = _OF_FILES
+        else:
+            others = (*_OF_A_DATASET, *(("max_bytes",) if self.files else ()))
+        others += _OF_THE_MODEL if self.model is not None else ()
+        return {name: None if name in others else value for name, value in dataclasses.asdict(self).items()}
+
+    def _given(self, names: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
         for field in dataclasses.fields(self):
             if field.name in names and (given := getattr(self, field.name)) != field.default:
-                raise ValueError(f"{field.name} {why}, got {given!r}: leave out one of them")
+                yield field.name, given
+
+    def _leave_out(self, names: tuple[str, ...], why: str) -> None:
+        for name, given in self._given(names):
+            raise ValueError(f"{name} {why}, got {given!r}: leave out one of them")

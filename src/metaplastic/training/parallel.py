@@ -16,6 +16,7 @@ import contextlib
 import logging
 import os
 import time
+import warnings
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any, NamedTuple
@@ -47,9 +48,11 @@ class Share(NamedTuple):
 def share(config: TrainConfig) -> Share:
     """Raises ValueError where the processes that were started cannot run ``config``."""
     world = processes()
+    started = "but one process was started (torchrun --nproc-per-node N -m metaplastic train ...)"
     if world == 1 and config.parallel is not None:
-        started = "but one process was started (torchrun --nproc-per-node N -m metaplastic train ...)"
         raise ValueError(f"parallel: got {config.parallel!r}, {started}")
+    if world == 1 and config.context_parallel > 1:
+        raise ValueError(f"context_parallel: got {config.context_parallel}, {started}")
     if world % config.context_parallel:
         raise ValueError(f"context_parallel: got {config.context_parallel} of {world} processes, expected a divisor")
     if config.context_parallel > 1 and config.compile and config.checkpointing == "selective":
@@ -179,6 +182,15 @@ class ParallelTrainer(Trainer):
         self.context = context
         if context > 1:
             parallelise_context(self.model, context_group(context))  # pyright: ignore[reportArgumentType]
+
+    def train(self, *args, **kwargs) -> Any:
+        """Without what torch 2.13 says of ``broadcast_buffers`` (:func:`sharding`), for which 2.11 has no other name.
+
+        That new name would send buffers once, at the beginning; ours are the same in every process anyhow.
+        """
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+            return super().train(*args, **kwargs)
 
     @property
     def shares(self) -> int:

@@ -1,6 +1,5 @@
 """A language-model run from text to a saved model: what ``metaplastic train`` does."""
 
-import dataclasses
 import logging
 import os
 import sys
@@ -115,7 +114,8 @@ def _fit(
     config: TrainConfig, output: Path, data: Data, model: MetaplasticForCausalLM, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
     """From the last checkpoint in ``output``, if there is one, to the results."""
-    interruption, run = Interruption(), identity(read_run(output) or {})
+    written = read_run(output) or {}
+    interruption, run = Interruption(), identity(written)
     if checkpoint := last_checkpoint(output):
         check_seal(checkpoint, run)
     trainer = MetaplasticTrainer(
@@ -164,7 +164,12 @@ def _fit(
         "dropped_tokens": left_out + data.held_out.dropped_tokens,
         "history": trainer.state.log_history,
     }
-    settings = dataclasses.asdict(config) | {"learning_rates_tried": [config.learning_rate]} | in_processes(config)
+    settings = config.applied() | {"learning_rates_tried": [config.learning_rate]} | in_processes(config)
+    if config.model:  # what it is decides here
+        kinds = model.config.mixers if len(set(model.config.mixers)) > 1 else model.config.mixers[:1]
+        settings |= {"mixer": ",".join(kinds), "layers": model.config.num_hidden_layers}
+        settings |= {"hidden_size": model.config.hidden_size}
+    settings |= {name: written[name] for name in (DATA, TOKENIZER, MODEL) if name in written}
     result = results.record("train", measured, seeds=[config.seed], settings=settings)
     if is_first():
         results.write_json(output / RESULTS, result)
