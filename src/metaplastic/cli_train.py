@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from .terminal import Groups, KeySize, Mixer, Output, ValueSize, make_folder, print_table, quiet_transformers
+from .terminal import Groups, KeySize, Mixer, Output, ValueSize, console, make_folder, print_table, quiet_transformers
 
 logger = logging.getLogger("metaplastic")
 
