@@ -29,6 +29,7 @@ from ..ops.convolution import check as convolution_check
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 MEMORY = 16e9  # bytes of a GPU for each process: what the references of the largest cases keep
+NO_MEMORY = "the device has not enough free memory"
 
 
 class Check(NamedTuple):
@@ -76,6 +77,8 @@ def _check_convolution(device: str) -> Check:
                     largest = max(largest, *errors.values())
                     wrong = convolution_check.failures(errors, dtype)
                     problems += [f"{dtype}, {what}: error {error:.1e}" for what, error in wrong.items()]
+        except torch.OutOfMemoryError:
+            return Check(name, "unchecked", NO_MEMORY)
         except Exception as error:  # as below
             problems.append(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
             largest = float("inf")
@@ -201,7 +204,7 @@ def _check(
                     for what, error in accuracy.failures(op, backend, errors, dtype).items()
                 ]
     except torch.OutOfMemoryError:
-        return Check(name, "unchecked", "the device has not enough free memory")
+        return Check(name, "unchecked", NO_MEMORY)
     except Exception as error:  # whatever a compiler or driver throws is a failed check, not a crash of the doctor
         problems.append(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
         largest = float("inf")
