@@ -11,23 +11,43 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
 
 import torch
 
 
 @functools.lru_cache(4)  # an older one ends when its work is done
 def _pool(process: int, threads: int) -> ThreadPoolExecutor:
-    """One per process, because threads do not survive a fork; in each of its threads PyTorch computes with one."""
-    return ThreadPoolExecutor(threads, "metaplastic", initializer=_alone, initargs=(threads,))
+    """One per process, because threads do not survive a fork; in each of its threads PyTorch computes with one.
+
+    Setting the number of a thread also sets what threads that begin later get, of which a process has one: that is put
+    back before any work begins.
+    """
+    pool, together = ThreadPoolExecutor(threads, "metaplastic"), threading.Barrier(threads)
+    before = _in_a_new_thread(torch.get_num_threads)
+
+    def alone() -> None:
+        together.wait()  # so that every thread does this once
+        torch.get_num_threads()  # else it would be set once more when it is first asked for
+        torch.set_num_threads(1)
+
+    try:
+        for done in [pool.submit(alone) for _ in range(threads)]:
+            done.result()
+    except BaseException:
+        together.abort()
+        raise
+    finally:
+        _in_a_new_thread(functools.partial(torch.set_num_threads, before))
+    return pool
 
 
-def _alone(threads: int) -> None:
-    """One thread here; what threads that begin later get (a process has one number for them) stays as it was."""
-    torch.get_num_threads()  # else it would be set once more, from the number of all, when it is first asked for
-    torch.set_num_threads(1)
-    other = threading.Thread(target=torch.set_num_threads, args=(threads,))
-    other.start()
-    other.join()
+def _in_a_new_thread(function: Callable[[], Any]) -> Any:
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(function()))
+    thread.start()
+    thread.join()
+    return found[0]
 
 
 def side_by_side(run: Callable[[slice], None], parts: list[slice]) -> None:
