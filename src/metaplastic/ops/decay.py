@@ -37,19 +37,3 @@ class Decay:
         if self.per_key:
             return torch.einsum("...ts,...kts,...tk->...sk", m, self.ratio, x)
         return (m * self.ratio[..., 0, :, :]).mT @ x
-
-    def gathered(self, noise: Tensor) -> Tensor:
-        """``N_t = sum_s R[t, s]^2 noise_s``, noise ``[..., C, 1 or K]``."""
-        if self.per_key:
-            return torch.einsum("...kts,...sk->...tk", self.ratio.square(), noise.expand(*noise.shape[:-1], self.keys))
-        return self.ratio[..., 0, :, :].square() @ noise
-
-    def scattered(self, d_gathered: Tensor) -> Tensor:
-        """The adjoint of :meth:`gathered`: ``sum_t R[t, s]^2 d_t``."""
-        if self.per_key:
-            return torch.einsum("...kts,...tk->...sk", self.ratio.square(), d_gathered)
-        return self.ratio[..., 0, :, :].square().mT @ d_gathered
-
-    @property
-    def keys(self) -> int:
-        return self.ratio.shape[-3]

@@ -75,6 +75,29 @@ def sums_kernel(
         tl.store(sums + all_heads * VALUES * KEYS + to, total_2, mask=there)
 
 
+@triton.jit
+def _of_values(
+    c_high, c_low, v, d_v, kept, here, inside, key, KEYS: tl.constexpr, VALUES: tl.constexpr, BV: tl.constexpr
+):
+    """Writes c' kept, the gradient of v, of some tokens, and returns v c', that of kept [tokens, keys]."""
+    high, low = _parts(kept, v.dtype.element_ty)
+    of_kept = tl.zeros(kept.shape, tl.float32)
+    for first in range(0, VALUES, BV):
+        value = first + tl.arange(0, BV)
+        there = (value[:, None] < VALUES) & inside
+        seen = here & (value[None, :] < VALUES)
+        of_sum = tl.load(c_high + value[:, None] * KEYS + key, mask=there, other=0.0)
+        rest = tl.load(c_low + value[:, None] * KEYS + key, mask=there, other=0.0)
+        own = tl.load(v + value[None, :], mask=seen, other=0.0)
+        of_kept = tl.dot(own, of_sum, of_kept)
+        of_kept = tl.dot(own, rest, of_kept)
+        d = tl.dot(high, tl.trans(of_sum))
+        d = tl.dot(low, tl.trans(of_sum), d)
+        d = tl.dot(high, tl.trans(rest), d)
+        tl.store(d_v + value[None, :], d.to(d_v.dtype.element_ty), mask=seen)
+    return of_kept
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def gradients_kernel(
     k, left, v_1, v_2, of_sums, d_k, d_left, d_v_1, d_v_2, tokens, heads,
@@ -84,7 +107,6 @@ def gradients_kernel(
     BT: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """``of_sums`` [2, N, B, H, V, K]: the two parts of the gradients; those of inputs are contiguous."""
-    TYPE: tl.constexpr = v_1.dtype.element_ty
     head = tl.program_id(1).to(tl.int64)
     row, h = head // heads, head % heads
     key = tl.arange(0, BK)[None, :]
@@ -102,38 +124,17 @@ def gradients_kernel(
     power = tl.load(k + t * k_token + key, mask=here & inside, other=0.0).to(tl.float32)
     remains = _left(left, left_token, t, here, key, inside, EACH)
     kept = power * remains
-    high, low = _parts(kept, TYPE)
-    of_kept = tl.zeros([BT, BK], tl.float32)  # of left k, without what comes by left k^2
-    for first in range(0, VALUES, BV):
-        value = first + tl.arange(0, BV)
-        there = (value[:, None] < VALUES) & inside
-        c_high = tl.load(of_sums + value[:, None] * KEYS + key, mask=there, other=0.0)
-        c_low = tl.load(of_sums + N * of_part + value[:, None] * KEYS + key, mask=there, other=0.0)
-        seen = here & (value[None, :] < VALUES)
-        v = tl.load(v_1 + t * v_1_token + value[None, :], mask=seen, other=0.0)
-        of_kept = tl.dot(v, c_high, of_kept)
-        of_kept = tl.dot(v, c_low, of_kept)
-        d_v = tl.dot(high, tl.trans(c_high))
-        d_v = tl.dot(low, tl.trans(c_high), d_v)
-        d_v = tl.dot(high, tl.trans(c_low), d_v)
-        tl.store(d_v_1 + at * VALUES + value[None, :], d_v.to(d_v_1.dtype.element_ty), mask=seen)
+    # Of left k, without what comes by left k^2.
+    of_kept = _of_values(
+        of_sums, of_sums + N * of_part, v_1 + t * v_1_token, d_v_1 + at * VALUES, kept,
+        here, inside, key, KEYS, VALUES, BV,
+    )  # fmt: skip
     of_power = tl.zeros([BT, BK], tl.float32)  # of k, the other factor of left k^2
     if N == 2:
-        high, low = _parts(kept * power, TYPE)
-        of_squared = tl.zeros([BT, BK], tl.float32)
-        for first in range(0, VALUES, BV):
-            value = first + tl.arange(0, BV)
-            there = (value[:, None] < VALUES) & inside
-            c_high = tl.load(of_sums + of_part + value[:, None] * KEYS + key, mask=there, other=0.0)
-            c_low = tl.load(of_sums + 3 * of_part + value[:, None] * KEYS + key, mask=there, other=0.0)
-            seen = here & (value[None, :] < VALUES)
-            v = tl.load(v_2 + t * v_2_token + value[None, :], mask=seen, other=0.0)
-            of_squared = tl.dot(v, c_high, of_squared)
-            of_squared = tl.dot(v, c_low, of_squared)
-            d_v = tl.dot(high, tl.trans(c_high))
-            d_v = tl.dot(low, tl.trans(c_high), d_v)
-            d_v = tl.dot(high, tl.trans(c_low), d_v)
-            tl.store(d_v_2 + at * VALUES + value[None, :], d_v.to(d_v_2.dtype.element_ty), mask=seen)
+        of_squared = _of_values(
+            of_sums + of_part, of_sums + 3 * of_part, v_2 + t * v_2_token, d_v_2 + at * VALUES, kept * power,
+            here, inside, key, KEYS, VALUES, BV,
+        )  # fmt: skip
         of_power = of_squared * kept
         of_kept += of_squared * power
     of_power += of_kept * remains
