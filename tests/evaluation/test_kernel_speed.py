@@ -165,6 +165,7 @@ def on_the_cpu(fakes, monkeypatch):
     fakes(
         kernel_inputs=inputs,
         milliseconds=timed,
+        host_milliseconds=lambda run: 0.5,
         as_graph=lambda run: run,
         extra_memory=lambda both: len(both()) * 1e9,
         device=lambda: {"copied bytes per second": 1e9, "multiply-adds per second": 1e9},
@@ -210,8 +211,9 @@ def test_a_peer_whose_backward_fails(on_the_cpu, monkeypatch):
     monkeypatch.setattr(fla, "mesa", lambda v, **x: Fails.apply(v))
     monkeypatch.setattr(ops, "bayesian", lambda v, backend, **x: ops.MemoryRead(Fails.apply(v), None, None))
     found = kernel_speed.bench_shape(Shape(1, 3, 2, 4, 4), [MESA])[MESA[0]]
-    assert set(found) == {"forward ms", "note"} and "ValueError: ['out of shared memory']" in found["note"]
-    assert [row[0] for row in kernel_page.kernel_rows({MESA[0]: found})] == [MESA[0], "  note"]
+    assert set(found) == {"forward ms", "forward host ms", "note"}
+    assert "ValueError: ['out of shared memory']" in found["note"]
+    assert [row[0] for row in kernel_page.kernel_rows({MESA[0]: found})] == [MESA[0], "  the host takes", "  note"]
     with pytest.raises(ValueError, match="out of shared memory"):
         kernel_speed.bench_shape(Shape(1, 3, 2, 4, 4), [("Bayesian Layer", "bayesian", "auto")])
 
@@ -244,4 +246,5 @@ def test_a_small_shape_on_a_device():
     assert ours["20 runs equal"]
     assert all(error < 5e-3 for error in ours["errors"].values()), ours
     assert 0 < ours["forward floor share"] < 1
+    assert 0 < ours["forward host ms"] < 100 and 0 < ours["forward ms"] < 100
     assert 0 < ours["forward + backward floor share"] < 1

@@ -17,6 +17,8 @@ def kernel_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
             of_floor = f", {' / '.join(shares)} of the floor" if shares else ""
             extra = f", {value['extra peak GB']:.2f} GB extra" if "extra peak GB" in value else ""
             rows.append((name, f"{times}{of_floor}{extra}"))
+            if host := [f"{value[f'{p} host ms']:.2g}" for p in OPERATIONS if f"{p} host ms" in value]:
+                rows.append(("  the host takes", f"{' / '.join(host)} ms to start it"))
             if "errors" in value:
                 worst = max(value["errors"].items(), key=lambda x: x[1])
                 rows.append(("  largest error", f"{worst[1]:.1e} ({worst[0]})"))

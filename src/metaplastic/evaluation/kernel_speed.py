@@ -24,7 +24,15 @@ from torch import Tensor
 from .. import ops
 from ..models import MetaplasticConfig, MetaplasticForCausalLM
 from ..ops import dispatch, fla, fla_tuning
-from .kernel_measures import as_graph, device, errors, extra_memory, mesa_in_float64, milliseconds
+from .kernel_measures import (
+    as_graph,
+    device,
+    errors,
+    extra_memory,
+    host_milliseconds,
+    mesa_in_float64,
+    milliseconds,
+)
 from .kernel_shapes import (
     FILTER,
     FILTER_SHAPE,
@@ -181,11 +189,12 @@ def bench_shape(shape: Shape, sides: Sequence[tuple[str, str, str]] = SIDES) -> 
         function = _function(op, backend)
         run, both = _passes(function, inputs, upstream)
         notes = [fla.MESA_NOTE] if op == "mesa" else []
-        side: dict[str, Any] = {"forward ms": milliseconds(run)}
+        side: dict[str, Any] = {"forward ms": milliseconds(run), "forward host ms": host_milliseconds(run)}
         found[label] = side
         try:
             with _allowed(op, backend) as void:
                 side |= {"forward + backward ms": milliseconds(both), "extra peak GB": extra_memory(both) / 1e9}
+                side |= {"forward + backward host ms": host_milliseconds(both)}
                 notes += [f"{void}: times only, gradients are not to be used"] if void else []
         except Exception as error:
             if backend != "fla":
