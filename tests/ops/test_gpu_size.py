@@ -1,4 +1,4 @@
-"""What only a CUDA device shows: more than 2^31 elements, 100,000 sequences, a host that waits for nothing.
+"""What only a CUDA device shows: more than 2^31 elements, 100,000 sequences or tokens, a host that waits for nothing.
 
 Run by hand: pytest -m gpu; without what takes 50 GB of device memory, -m "gpu and not slow".
 """
@@ -89,6 +89,53 @@ def test_100000_short_sequences(backend, dtype):
     alone = {n: x.detach().double().requires_grad_() for n, x in alone.items()}
     expected = results(alone, d_alone.double(), "chunked", offsets[-501:] - start)
     equal(found, expected, 5e-3 if dtype == torch.bfloat16 else 1e-5)
+
+
+@pytest.mark.parametrize("observation", [1e-3, 1.0])
+@pytest.mark.parametrize("decays", ["strong", "none"])
+@pytest.mark.parametrize("kind", ["unit", "one", "collinear", "few", "zero"])
+def test_100000_tokens_of_the_filter(kind, decays, observation):
+    """bf16 inputs: covariance positive definite at the end, everything as in float64.
+
+    "none": what no key meets drifts, to a variance of 11; "strong": 1, exp(-50) and exp(-1000) side by side.
+    """
+    if (reason := dispatch.reason_against("bayesian", "cuda", "cuda", torch.bfloat16)) is not None:
+        pytest.skip(reason)
+    source, shape = torch.Generator("cuda").manual_seed(0), (1, 100_000, 2)
+
+    def normal(*size):
+        return torch.randn(size, generator=source, device="cuda", dtype=torch.float64)
+
+    raw, v = normal(*shape, 64), normal(*shape, 64).bfloat16()
+    q = torch.nn.functional.normalize(normal(*shape, 64), dim=-1).bfloat16()
+    if kind in ("one", "few"):
+        raw = raw[:, torch.randint(1 if kind == "one" else 16, shape[1:2], generator=source, device="cuda")]
+    elif kind == "collinear":
+        raw = raw[:, :1] + 1e-3 * raw
+    k = torch.nn.functional.normalize(raw, dim=-1).bfloat16()
+    if kind == "zero":
+        k = k * (torch.rand(*shape, 1, generator=source, device="cuda") > 0.3)
+    q[:, ::2] = k[:, ::2]
+    if decays == "strong":
+        choices = torch.tensor([0.0] * 20 + [-50.0, -1000.0], device="cuda")
+        g = choices[torch.randint(len(choices), shape, generator=source, device="cuda")]
+        process = -torch.expm1(2 * g)
+    else:
+        g, process = torch.zeros(shape, device="cuda"), torch.full(shape, 1e-4, device="cuda")
+    inputs = (q, k, v, g, process, torch.full(shape, observation, device="cuda"))
+
+    def run(inputs, backend):
+        prior = torch.ones(2, device="cuda", dtype=inputs[3].dtype)
+        return ops.bayesian(*inputs, prior_variance=prior, backend=backend, output_variance=True)
+
+    found, exact = run(inputs, "cuda"), run([x.double() for x in inputs], "chunked")
+    covariance = found.state.covariance
+    assert torch.equal(covariance, covariance.mT)
+    assert torch.linalg.eigvalsh(covariance.double()).min() > 0
+    pairs = {"output": (found.output, exact.output), "variance": (found.variance, exact.variance)}
+    pairs |= {name: (getattr(found.state, name), x) for name, x in exact.state._asdict().items()}
+    errors = {name: ((x.double() - y).norm() / y.norm()).item() for name, (x, y) in pairs.items()}
+    assert max(errors.values()) < 5e-3, errors
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
