@@ -24,6 +24,7 @@ from torch import Tensor
 from .. import ops
 from ..models import MetaplasticConfig, MetaplasticForCausalLM
 from ..ops import dispatch, fla, fla_tuning
+from ..training.compiled import compile_blocks
 from .kernel_measures import (
     as_graph,
     device,
@@ -142,6 +143,8 @@ def _peers(part: str, shapes: dict[str, Shape], measured: dict[str, dict[str, An
             for name, sizes in TRAINING.items():
                 found = measured[name] | bench_training_step(sizes, STEPS[2:])
                 yield name, found | {"palimpsa over the fastest additive": _over_the_fastest(found)}
+                found = bench_training_step(sizes, (STEPS[0], STEPS[2]), compiled=True)
+                yield f"{name}, compiled", found | {"palimpsa over the fastest additive": _over_the_fastest(found)}
 
 
 def _calls(part: str, shapes: dict[str, Shape]) -> list[fla_tuning.Call]:
@@ -295,9 +298,13 @@ def bench_width(width: int, side: tuple[str, str, str]) -> float:
 
 
 def bench_training_step(
-    sizes: dict[str, Any], steps: Sequence[tuple[str, str]], batch: int = STEP_BATCH, length: int = 2048
+    sizes: dict[str, Any],
+    steps: Sequence[tuple[str, str]],
+    batch: int = STEP_BATCH,
+    length: int = 2048,
+    compiled: bool = False,
 ) -> dict[str, Any]:
-    """Forward, backward and AdamW of a bf16 model with each of ``steps`` (mixer, backend)."""
+    """Forward, backward and AdamW of a bf16 model with each of ``steps`` (mixer, backend); its blocks ``compiled``."""
     found: dict[str, Any] = {"batch": batch, "length": length}
     for mixer, backend in steps:
         options = {mixer: sizes["options"] | {"backend": backend}}
@@ -306,6 +313,8 @@ def bench_training_step(
         with torch.device("cuda"):
             model = MetaplasticForCausalLM(MetaplasticConfig(**plain, mixers=mixer, mixer_options=options))
         model: Any = model.to(dtype=torch.bfloat16).train()
+        if compiled:
+            compile_blocks(model)
         optimiser = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         ids = torch.randint(0, sizes["vocab_size"], (batch, length), device="cuda")
 
@@ -318,6 +327,7 @@ def bench_training_step(
             taken = milliseconds(step)
         found[f"{mixer} ({backend})"] = {"ms": taken, "tokens per second": 1e3 * batch * length / taken}
         del model, optimiser
+        torch._dynamo.reset()
         torch.cuda.empty_cache()
     return found
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..ops.evidence import write_and_evidence
 from ..rules import PalimpsaState
 from .mixer import Mixer, PalimpsaGates
 from .options import check_flags, check_positive, check_range, check_sizes
@@ -67,8 +68,8 @@ class Evidence(Mixer):
         nn.init.uniform_(self.b_scale, self._beta_scale_range[0], self._beta_scale_range[1])
         nn.init.constant_(self.prior_log, math.log(self._prior))
 
-    def _rule_inputs(self, x: Tensor, q: Tensor, k: Tensor, w: Tensor, strength: Tensor, g: Tensor) -> PalimpsaGates:
-        evidence = torch.sigmoid(self.beta_up(self.beta_down(x))).unflatten(-1, (self.num_heads, self.value_size))
-        # One number per head and token first: one product of the size of w, and one sum over it in the backward.
-        strength = F.softplus(self.b_scale)[:, None].to(evidence.dtype) * strength
-        return PalimpsaGates(q, k, w, evidence * strength, g, self.prior_log.to(g.dtype).exp())
+    def _rule_inputs(self, x: Tensor, q: Tensor, k: Tensor, u: Tensor, strength: Tensor, g: Tensor) -> PalimpsaGates:
+        evidence = self.beta_up(self.beta_down(x)).unflatten(-1, (self.num_heads, self.value_size))
+        backend = "torch" if self.backend == "reference" else "auto"
+        w, beta = write_and_evidence(u, evidence, strength, F.softplus(self.b_scale), backend)
+        return PalimpsaGates(q, k, w, beta, g, self.prior_log.to(g.dtype).exp())

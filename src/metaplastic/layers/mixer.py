@@ -213,9 +213,9 @@ class Mixer(nn.Module):
         """Read-out ``[B, T, H, V]`` and gate ``[B, T, H * V]`` to ``[B, T, hidden_size]``."""
         raise NotImplementedError
 
-    def _rule_inputs(self, x: Tensor, q: Tensor, k: Tensor, w: Tensor, strength: Tensor, g: Tensor):
-        """The rule's inputs; ``strength [B, T, H, 1]`` scales every kind of evidence (the write w has it already)."""
-        return AdditiveGates(q, k, w, g)
+    def _rule_inputs(self, x: Tensor, q: Tensor, k: Tensor, u: Tensor, strength: Tensor, g: Tensor):
+        """The rule's inputs; ``strength [B, T, H, 1]`` scales the values u, and every kind of evidence."""
+        return AdditiveGates(q, k, u * strength, g)
 
     def _log_decay(self, dt: Tensor) -> Tensor:
         return -self.A_log.to(dt.dtype).exp() * dt

@@ -2,28 +2,22 @@
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
+from ..ops import l2
 from ..ops.contract import compute_dtype, full_precision
-
-_EPS = 1e-6
+from ..ops.transforms import transformed
 
 
 def l2_normalize(x: Tensor) -> Tensor:
     """``x / |x|`` over the last axis in float32; a zero vector stays zero and has a finite gradient."""
-    if x.dtype in (torch.bfloat16, torch.float16) and not torch.compiler.is_compiling() and not _transformed():
+    if x.dtype in (torch.bfloat16, torch.float16) and not torch.compiler.is_compiling() and not transformed():
         return _HalfL2.apply(x)  # pyright: ignore[reportReturnType]
     return _step_by_step(x)
 
 
 def _step_by_step(x: Tensor) -> Tensor:
     y = x.to(compute_dtype(x))
-    return (y * torch.rsqrt(y.square().sum(-1, keepdim=True) + _EPS)).to(x.dtype)
-
-
-def _transformed() -> bool:
-    """Whether torch.func or forward-mode differentiation is at work, which see through PyTorch's operations only."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    return (y * torch.rsqrt(y.square().sum(-1, keepdim=True) + l2.EPS)).to(x.dtype)
 
 
 class _HalfL2(torch.autograd.Function):
@@ -34,9 +28,12 @@ class _HalfL2(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
+        if l2.runs(x):
+            ctx.save_for_backward(x, None)
+            return l2.forward(x)
         with full_precision(x.device):
             size = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-            inverse = size.square_().add_(_EPS).rsqrt_()
+            inverse = size.square_().add_(l2.EPS).rsqrt_()
             ctx.save_for_backward(x, inverse)
             return torch.mul(x, inverse, out=torch.empty_like(x))
 
@@ -45,6 +42,8 @@ class _HalfL2(torch.autograd.Function):
         x, inverse = ctx.saved_tensors
         if torch.is_grad_enabled():  # the gradient is to be differentiated in turn
             return torch.autograd.grad(_step_by_step(x), x, dy, create_graph=True)[0]
+        if inverse is None:
+            return l2.backward(dy, x)
         with full_precision(x.device):
             wide = x.float()
             along = (wide * dy).sum(-1, keepdim=True).mul_(inverse).mul_(inverse).mul_(inverse)

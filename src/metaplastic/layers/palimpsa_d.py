@@ -70,7 +70,7 @@ class PalimpsaDAdditive(DeltaNetBackbone):
         g = self._log_decay(F.softplus(self.dt_proj(x).to(dtype) + self.dt_bias.to(dtype)))
         if keep is not None:
             strength, g = strength.masked_fill(~keep[..., None, None], 0), g.masked_fill(~keep[..., None], 0)
-        return Projected(self._rule_inputs(x, q, k, u * strength, strength, g), u, self.gate_proj(x), convolution)
+        return Projected(self._rule_inputs(x, q, k, u, strength, g), u, self.gate_proj(x), convolution)
 
 
 class PalimpsaD(Evidence, PalimpsaDAdditive):

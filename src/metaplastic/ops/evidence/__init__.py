@@ -1,0 +1,66 @@
+r"""What a metaplastic memory is given of a token's values, of one strength s per head: the write and its evidence.
+
+    w = u s,   beta = sigmoid(e) c s
+
+u, e    [B, T, H, V]    values, and the evidence before its sigmoid
+s       [B, T, H, 1]    strength
+c       [H]             scale of the evidence
+
+with the gradients
+
+    du = dw s                           de = dbeta c s sigmoid(e) (1 - sigmoid(e))
+    ds = sum_v dw u + c dbeta sigmoid(e)            dc = sum_{b,t,v} dbeta s sigmoid(e)
+
+``triton``, for u and e in 16 bits on a GPU, is one kernel each way: nothing between is written to memory or rounded.
+``torch``, for all else, are PyTorch's operations, which torch.compile fuses, and which torch.func and derivatives of
+derivatives see through.
+"""
+
+import torch
+from torch import Tensor
+
+from ..contract import full_precision
+from ..convolution import reason_against as reason_against_convolution
+from ..transforms import transformed
+from . import plain
+
+WIDEST = 4096  # values of a head that the kernels hold
+HALVES = (torch.bfloat16, torch.float16)
+
+
+def choose(u: Tensor, e: Tensor) -> str:
+    """The backend of these inputs, "triton" or "torch"."""
+    fit = u.dtype == e.dtype and u.dtype in HALVES and 0 < u.shape[-1] <= WIDEST
+    if torch.compiler.is_compiling() or not fit or transformed():
+        return "torch"
+    return "triton" if reason_against_convolution("triton", u.device.type) is None else "torch"
+
+
+def write_and_evidence(u: Tensor, e: Tensor, s: Tensor, c: Tensor, backend: str = "auto") -> tuple[Tensor, Tensor]:
+    """w and beta ``[B, T, H, V]``, in the wider dtype of u and s."""
+    if (choose(u, e) if backend == "auto" else backend) == "torch":
+        return plain.write_and_evidence(u, e, s, c)
+    return _Fused.apply(u, e, s, c)  # pyright: ignore[reportReturnType]
+
+
+class _Fused(torch.autograd.Function):
+    """Keeps its inputs alone."""
+
+    @staticmethod
+    def forward(ctx, u: Tensor, e: Tensor, s: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+        from .launch import forward  # Triton is imported when a kernel first runs
+
+        ctx.save_for_backward(u, e, s, c)
+        with full_precision(u.device):
+            return forward(u, e, s, c)
+
+    @staticmethod
+    def backward(ctx, dw: Tensor, d_beta: Tensor) -> tuple[Tensor, ...]:
+        inputs = ctx.saved_tensors
+        if torch.is_grad_enabled():  # the gradients are to be differentiated in turn
+            found = plain.write_and_evidence(*inputs)
+            return torch.autograd.grad(found, inputs, (dw, d_beta), create_graph=True, allow_unused=True)
+        from .launch import backward
+
+        with full_precision(dw.device):
+            return backward(dw, d_beta, *inputs)

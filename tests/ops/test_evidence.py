@@ -1,0 +1,84 @@
+"""The write and its evidence: the kernels on the CPU by Triton's interpreter and compiled, and on a GPU as they are.
+
+PyTorch's form of it is what the layers run on a CPU (layers/test_palimpsa_d.py).
+"""
+
+import pytest
+import torch
+
+from metaplastic.ops import convolution, evidence
+
+from .evidence_cases import CASES, errors, inputs, second_derivatives
+from .test_short_convolution import needs_triton, run
+
+INTERPRETED = """
+import torch
+from tests.ops.evidence_cases import CASES, errors, second_derivatives
+
+half = torch.float16
+found = [[errors(*case, strength or half, half) for *case, strength in CASES], second_derivatives(half)]
+"""
+COMPILED = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from metaplastic.ops.evidence import kernels, launch
+
+types = dict.fromkeys(("c", "sums"), "*fp32")
+types |= dict.fromkeys(("u", "e", "s", "w", "beta", "dw", "d_beta", "du", "de", "ds"), "*bf16")
+found = []
+for target in (GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64)):
+    for kernel in (kernels.forward_kernel, kernels.backward_kernel):
+        options = launch._options(192)
+        warps = options.pop("num_warps")
+        signature = {n: "constexpr" if n in options else types.get(n, "i32") for n in kernel.arg_names}
+        constants = {(i,): options[n] for i, n in enumerate(kernel.arg_names) if n in options}
+        source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+        found.append(len(triton.compile(source, target=target, options=dict(num_warps=warps)).kernel))
+"""
+
+
+@needs_triton
+def test_interpreted():
+    """Rounded once, from float32; derivatives of the gradients are those of PyTorch's operations."""
+    wrong, different = run(INTERPRETED, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
+    assert len(wrong) == len(CASES) and max(max(case.values()) for case in wrong) < 1.0, wrong
+    assert different == 0
+
+
+@needs_triton
+def test_kernels_compile():
+    assert min(run(COMPILED, TRITON_INTERPRET="0")) > 1000  # bytes of machine code
+
+
+def test_who_computes(monkeypatch):
+    (u, e, s, c), _ = inputs(1, 3, 2, 4, torch.bfloat16, torch.bfloat16)
+    assert evidence.choose(u, e) == "torch"  # no GPU
+    monkeypatch.setattr(evidence, "reason_against_convolution", lambda backend, device: None)
+    assert evidence.choose(u, e) == "triton"
+    assert evidence.choose(u.float(), e.float()) == evidence.choose(u, e.half()) == "torch"
+    assert evidence.choose(u.new_zeros(1, 1, 1, 5000), e.new_zeros(1, 1, 1, 5000)) == "torch"
+    chosen = []
+    torch.func.vmap(lambda x: chosen.append(evidence.choose(x, x)) or x)(u)
+    with torch.autograd.forward_ad.dual_level():
+        chosen.append(evidence.choose(u, e))
+    compiled = torch.compile(lambda *given: evidence.write_and_evidence(*given), fullgraph=True, backend="eager")
+    assert chosen == ["torch", "torch"]
+    assert all(map(torch.equal, compiled(u, e, s, c), evidence.plain.write_and_evidence(u, e, s, c)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_on_a_gpu(dtype):
+    if (reason := convolution.reason_against("triton", "cuda")) is not None:
+        pytest.skip(reason)
+    sizes = [*CASES, (4, 2048, 16, 48, None), (1, 2048, 16, 192, None), (1, 100, 2, 4096, None)]
+    for *case, strength in sizes:
+        wrong = errors(*case, strength or dtype, dtype, device="cuda")
+        assert max(wrong.values()) < 1.0, (case, wrong)
+    assert second_derivatives(dtype, "cuda") == 0
+    given, upstream = inputs(2, 1000, 4, 48, dtype, dtype, "cuda")
+    chosen = evidence.choose(*given[:2])
+    leaves = [x.detach().requires_grad_() for x in given]
+    runs = [torch.autograd.grad(evidence.write_and_evidence(*leaves), leaves, upstream) for _ in range(20)]
+    assert chosen == "triton" and all(all(map(torch.equal, runs[0], other)) for other in runs[1:])
