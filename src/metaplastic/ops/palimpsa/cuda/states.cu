@@ -54,30 +54,25 @@ states(const u16* __restrict__ k, const u16* __restrict__ w, const u16* __restri
 
     float M[KEY_TILES][4], J[KEY_TILES][4];  // [tile][row 2g: keys 2c, 2c + 1; row 2g + 1: the same]
     const int own_key = part * PART + 2 * column;
-    auto row_offset = [&](i64 state, int r) { return (state * value_size + own_row + r) * key_size + own_key; };
-    auto store = [&](i64 state) {
-        if (PIECES) {  // of lane (r, c) there: values 2 c, 2 c + 1, each with keys 2 r, 2 r + 1
-            float4* const to = (float4*)to_m + (state * value_size + own_row) / 16 * (key_size / 16) * 128;
-            const int own = row / 4 * 32 + column * 4 + row % 4;
-#pragma unroll
-            for (int n = 0; n < KEY_TILES; n++) {
-                const int key = part * PART + 8 * n;
-                if (own_row >= value_size || key >= key_size) continue;
-                float4* const at = to + key / 16 * 128 + n % 2 * 16 + own;
-                at[0] = {M[n][0], M[n][1], M[n][2], M[n][3]}, at[64] = {J[n][0], J[n][1], J[n][2], J[n][3]};
-            }
+    // Where a lane's part of a state begins: its first row; and in pieces, where lane (r, c) has values 2 c, 2 c + 1,
+    // each with keys 2 r, 2 r + 1.
+    const i64 state_size = (i64)value_size * key_size, own_state = (i64)own_row * key_size + own_key;
+    const int own_place = row / 4 * 32 + column * 4 + row % 4;
+    const i64 own_piece = (own_row / 16 * (key_size / 16) + part * PART / 16) * 128 + own_place;
+    const int own_tiles = own_row < value_size ? (key_size - part * PART) / 8 : 0;
+    auto store = [&](i64 state, int n) {  // tile n of it
+        if (n >= own_tiles) return;
+        if (PIECES) {
+            float4* const at = (float4*)to_m + state * (state_size / 2) + own_piece + n / 2 * 128 + n % 2 * 16;
+            at[0] = {M[n][0], M[n][1], M[n][2], M[n][3]}, at[64] = {J[n][0], J[n][1], J[n][2], J[n][3]};
             return;
         }
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             if (own_row + r >= value_size) continue;
-            float *m = to_m + row_offset(state, r), *j = to_j + row_offset(state, r);
-#pragma unroll
-            for (int n = 0; n < KEY_TILES; n++) {
-                if (own_key + 8 * n >= key_size) continue;
-                *(float2*)(m + 8 * n) = {M[n][2 * r], M[n][2 * r + 1]};
-                *(float2*)(j + 8 * n) = {J[n][2 * r], J[n][2 * r + 1]};
-            }
+            const i64 at = state * state_size + own_state + r * key_size + 8 * n;
+            *(float2*)(to_m + at) = {M[n][2 * r], M[n][2 * r + 1]};
+            *(float2*)(to_j + at) = {J[n][2 * r], J[n][2 * r + 1]};
         }
     };
 #pragma unroll
@@ -85,19 +80,24 @@ states(const u16* __restrict__ k, const u16* __restrict__ w, const u16* __restri
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             bool valid = entry_m && JOB == CHUNKS && own_row + r < value_size && own_key + 8 * n < key_size;
-            i64 at = row_offset(item / count * heads + head, r) + 8 * n;
+            i64 at = (item / count * heads + head) * state_size + own_state + r * key_size + 8 * n;
             float2 m = {0.f, 0.f}, j = m;
             if (valid) m = *(const float2*)(entry_m + at), j = *(const float2*)(entry_j + at);
             M[n][2 * r] = m.x, M[n][2 * r + 1] = m.y, J[n][2 * r] = j.x, J[n][2 * r + 1] = j.y;
         }
 
     float next_g = 0.f, later_g = 0.f, tile_decay = 1.f, whole_decay = 1.f;
+    // Which 8 keys of which token a thread brings in and converts: 16 keys of 16 tokens a warp, of which every second 8
+    // begin with the odd keys, so that all lanes write to different banks.
+    const bool odd_first = lane & 8;
+    auto token_of = [&](int c) { return c / 32 % 2 * 16 + lane % 16; };
+    auto key_of = [&](int c) { return c / 64 * 16 + lane / 16 * 8; };
     // Starts the copies of the tile at t0, two tiles ahead, as in forward.cu: k to a stage, w and beta to one of three
     // places. Tokens beyond the span are zeros without decay: they change nothing.
     auto load = [&](int t0, int buffer, int place) {
 #pragma unroll
         for (int c0 = 0; c0 < STAGE / 4; c0 += THREADS) {
-            int c = c0 + thread, t = c / (KEYS / 8), j = c % (KEYS / 8) * 8;
+            int c = c0 + thread, t = token_of(c), j = key_of(c);
             bool valid = t0 + t < length && j < key_size;
             i64 at = valid ? key_start + (i64)t0 * key_step + t * key_step + j : 0;
             if (c < STAGE / 4) copy_16(stage + buffer * STAGE + 4 * c, k + at, valid);
@@ -127,7 +127,7 @@ states(const u16* __restrict__ k, const u16* __restrict__ w, const u16* __restri
         copies_arrived_but_last();
 #pragma unroll
         for (int c0 = 0; c0 < STAGE / 4; c0 += THREADS) {
-            int c = c0 + thread, t = c / (KEYS / 8), j0 = c % (KEYS / 8) * 8;
+            int c = c0 + thread, t = token_of(c), j0 = key_of(c);
             float factor = __shfl_sync(~0u, decay, t & 31);
             if (c < STAGE / 4) {
                 const uint4 raw = *(const uint4*)(stage + buffer * STAGE + 4 * c);
@@ -135,8 +135,10 @@ states(const u16* __restrict__ k, const u16* __restrict__ w, const u16* __restri
                 u32* place = words + (t / 8 * 4 + t % 4) * PAIR + j0 / 16 * 32 + j0 / 8 % 2 * 2 + t / 4 % 2;
 #pragma unroll
                 for (int e = 0; e < 8; e++) {
-                    float key = e % 2 ? high_bf16(ks[e / 2]) : low_bf16(ks[e / 2]), decayed = key * factor;
-                    place[4 * e] = split(decayed), place[FACTOR + 4 * e] = split(decayed * key);
+                    const bool odd = e % 2 != odd_first;
+                    float key = odd ? high_bf16(ks[e / 2]) : low_bf16(ks[e / 2]), decayed = key * factor;
+                    u32* to = place + 4 * (e - e % 2) + 4 * odd;
+                    to[0] = split(decayed), to[FACTOR] = split(decayed * key);
                 }
             }
         }
@@ -151,28 +153,37 @@ states(const u16* __restrict__ k, const u16* __restrict__ w, const u16* __restri
     for (int t0 = 0; t0 < length; t0 += TOKENS) {
         const float decay = tile_decay;
         load(t0 + 2 * TOKENS, buffer, (place + 2) % 3);
-        if (JOB == CHUNKS && t0 % CHUNK == 0)
-            store(span.chunk_base * count + rank * span.chunks + span.chunk + t0 / CHUNK);
         whole_decay *= decay;
-#pragma unroll
-        for (int n = 0; n < KEY_TILES; n++)
-#pragma unroll
-            for (int c = 0; c < 4; c++) M[n][c] *= decay, J[n][c] *= decay;
         const u32* factors = shared + buffer * TILE + column * PAIR + part * PART * 2 + row * 4;
         const u32* writes = values + 2 * place * VALUES + column * VALUE + group * 8 + row;
+        const i64 state = span.chunk_base * count + rank * span.chunks + span.chunk + t0 / CHUNK;
 #pragma unroll 1
-        for (int t = 0; t < TOKENS; t += 8, factors += 4 * PAIR, writes += 8 * VALUE) {
-            u32 w0 = writes[0], w4 = writes[4 * VALUE], b0 = writes[VALUES], b4 = writes[VALUES + 4 * VALUE];
-            // Both rows of each word, every one twice: once for either word of the second factor.
-            u32 wa = __byte_perm(w0, 0, 0x1010), wb = __byte_perm(w0, 0, 0x3232);
-            u32 wc = __byte_perm(w4, 0, 0x1010), wd = __byte_perm(w4, 0, 0x3232);
-            u32 ba = __byte_perm(b0, 0, 0x1010), bb = __byte_perm(b0, 0, 0x3232);
-            u32 bc = __byte_perm(b4, 0, 0x1010), bd = __byte_perm(b4, 0, 0x3232);
+        for (int t = 0; t < TOKENS; t += 16, factors += 8 * PAIR, writes += 16 * VALUE) {
+            // Both rows of each word of w and beta, every one twice: once for either word of the second factor.
+            u32 ws[2][4], bs[2][4];
 #pragma unroll
-            for (int n = 0; n < KEY_TILES; n += 2) {
-                uint4 x = *(const uint4*)(factors + 16 * n), x2 = *(const uint4*)(factors + FACTOR + 16 * n);
-                multiply_16(M[n], wa, wb, wc, wd, x.x, x.y), multiply_16(M[n + 1], wa, wb, wc, wd, x.z, x.w);
-                multiply_16(J[n], ba, bb, bc, bd, x2.x, x2.y), multiply_16(J[n + 1], ba, bb, bc, bd, x2.z, x2.w);
+            for (int x = 0; x < 4; x++) {
+                const u32 both_w = writes[4 * x * VALUE], both_b = writes[4 * x * VALUE + VALUES];
+                u32 *const to_w = ws[x / 2] + x % 2 * 2, *const to_b = bs[x / 2] + x % 2 * 2;
+                to_w[0] = __byte_perm(both_w, 0, 0x1010), to_w[1] = __byte_perm(both_w, 0, 0x3232);
+                to_b[0] = __byte_perm(both_b, 0, 0x1010), to_b[1] = __byte_perm(both_b, 0, 0x3232);
+            }
+            const float by = t ? 1.f : decay;
+#pragma unroll
+            for (int n = 0; n < KEY_TILES; n += 2) {  // stored two by two, so that memory need not take all at once
+                if (JOB == CHUNKS && t == 0 && t0 % CHUNK == 0) store(state, n), store(state, n + 1);
+#pragma unroll
+                for (int c = 0; c < 4; c++) M[n][c] *= by, J[n][c] *= by, M[n + 1][c] *= by, J[n + 1][c] *= by;
+#pragma unroll
+                for (int x = 0; x < 2; x++) {
+                    const u32 *a = ws[x], *b = bs[x];
+                    const uint4 f = *(const uint4*)(factors + 4 * x * PAIR + 16 * n);
+                    const uint4 f2 = *(const uint4*)(factors + 4 * x * PAIR + FACTOR + 16 * n);
+                    multiply_16(M[n], a[0], a[1], a[2], a[3], f.x, f.y);
+                    multiply_16(M[n + 1], a[0], a[1], a[2], a[3], f.z, f.w);
+                    multiply_16(J[n], b[0], b[1], b[2], b[3], f2.x, f2.y);
+                    multiply_16(J[n + 1], b[0], b[1], b[2], b[3], f2.z, f2.w);
+                }
             }
         }
         prepare(buffer ^ 1);
@@ -181,7 +192,8 @@ states(const u16* __restrict__ k, const u16* __restrict__ w, const u16* __restri
     }
     copies_arrived();
     if (JOB == LOCAL) {
-        store(item);
+#pragma unroll
+        for (int n = 0; n < KEY_TILES; n++) store(item, n);
         if (first_row == 0 && thread == 0) span_decay[item] = whole_decay;
     }
 }
