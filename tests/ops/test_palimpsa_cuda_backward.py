@@ -113,15 +113,16 @@ def test_every_strength_of_decay(emulated):  # noqa: F811
         assert max(worst.values()) < 5e-3, (strength, worst)
 
 
-def test_many_decays_that_are_not_strong(emulated, monkeypatch):  # noqa: F811
+@pytest.mark.parametrize(("decay", "bound"), [(-0.65, 3e-3), (-0.45, 5e-3)])  # done carefully, and just not
+def test_many_decays_that_are_not_strong(emulated, monkeypatch, decay, bound):  # noqa: F811
     """Each is near 1, together over a tile of 8 tokens they are not."""
     case = Case(length=128, batch=1, heads=1, key_size=KEYS, value_size=VALUES, initial=False)
     made = accuracy.example("palimpsa", case, torch.bfloat16)
     with torch.no_grad():
-        made["g"].fill_(-0.65)
+        made["g"].fill_(decay)
     monkeypatch.setattr(accuracy, "example", lambda *_: made)
     worst = errors(case, torch.bfloat16, final=False, norm=True)
-    assert worst["g"] < 3e-3, worst
+    assert worst["g"] < bound, worst
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from .states import entry_states, write_chunk_states
 BUDGET = 3 << 30  # bytes of states and partial sums at once, and no more than this part of the device's memory:
 SHARE = 1 / 16
 GROUP = 3 << 29  # bytes that whole sequences may take at once; where they take no longer for it,
-LESS = 1 << 30  # no more than this, some heads after the others
+LESS = 1400 << 20  # no more than this, some heads after the others
 STATES = 320 << 20  # bytes of states that several groups may share: with few heads they take less time if made together
 LEAST_SPAN = 512  # tokens of a piece of a sequence
 SHARED_BYTES = 227 << 10  # of a block; a multiprocessor has 1 KB more, and each block takes 1 KB beside
@@ -128,9 +128,9 @@ def tensor_walks(keys: int, values: int) -> tuple[Walk, ...]:
         warps, of_warp, rows = parts * groups, key_blocks // parts, BLOCK * groups
         row = keys // 2 + 4  # this and what follows as in backward_layout.cuh
         for stream in (0, 1) if parts == 1 and of_warp <= STREAMED else (0,):
-            words = warps * (1 if stream else of_warp + 1) * 512 + 64 * (row + rows + 8)
-            words += 8 * (key_blocks * 68 + groups * 64) + 8 * (keys + rows) // 2 + 3 * 64 + 8
-            sums = warps * ((of_warp + stream) * 256 + 12) + (parts - 1) * groups * 256
+            words = warps * (3 if stream else of_warp + 1) * 512 + 64 * (row + rows + 8)
+            words += 8 * (key_blocks * 68 + groups * 64) + 8 * (keys + rows) // 2 + 3 * 64 + 12
+            sums = warps * (of_warp * 128 + 12) + (parts - 1) * groups * 256
             least, near = (4 * (words + 4 * max(apart * row + sums // 4, (64 - apart) * row)) for apart in (16, 8))
             if most := _resident(least, warps):
                 definitions = {

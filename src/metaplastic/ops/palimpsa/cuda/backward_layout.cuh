@@ -70,14 +70,16 @@ constexpr int ROWS = 16 * ROW_GROUPS, VALUES = ROWS * VALUE_BLOCKS;
 constexpr int ALL_BLOCKS = KEY_BLOCKS * KEY_PARTS, KEYS = 16 * ALL_BLOCKS;
 constexpr int CHUNK = 64, ENTRIES = CHUNK / ENTRY, TILE = 8;  // tokens
 constexpr float STRONG = 4.f, STEEP_BELOW = -0.7f;  // of g
-constexpr float CAREFUL_BELOW = 0.135f;             // of c of a tile's last token: exp(-2)
+constexpr float DIRECT_BELOW = 0.135f, CAREFUL_BELOW = 0.04f;  // of c of a tile's last token: exp(-2), exp(-3.2)
 
 // Shared memory, in words. Rows of bf16 are padded so that 8 of them, 16 bytes each, fall into different banks. The 16
 // keys of a block stand in the order 0, 2, .., 14, 1, 3, .., 15, so that a lane's two keys are neighbours in memory.
 constexpr int KEY_ROW = KEYS / 2 + 4, VALUE_ROW = ROWS / 2 + 4, FACTOR = ENTRY * KEY_ROW;
+constexpr int RESIDENT = STREAM ? 1 : KEY_BLOCKS;               // blocks of keys whose dM and dJ stay here
 constexpr int GRADIENT = 0;                                    // dM, -dJ: [warp][block][4][lane] float4
-constexpr int NEXT_ENTRY = GRADIENT + (STREAM ? 0 : WARPS * KEY_BLOCKS * 512);  // the state the next block starts from
-constexpr int KEY = NEXT_ENTRY + WARPS * 512;                  // the chunk's k, w, beta as they came
+constexpr int NEXT_ENTRY = GRADIENT + WARPS * RESIDENT * 512;  // what the next block starts from
+constexpr int NEXT_GRADIENT = NEXT_ENTRY + WARPS * 512;
+constexpr int KEY = NEXT_GRADIENT + (STREAM ? WARPS * 512 : 0);  // the chunk's k, w, beta as they came
 constexpr int WRITE = KEY + CHUNK * KEY_ROW, EVIDENCE = WRITE + CHUNK * VALUE_ROW;
 // [token][block] factors of the updates: [row] k, k^2, the prior's and q, of two keys each; then zeros, twice: lanes
 // that read zeros find them in other banks than those that do not.
@@ -88,18 +90,17 @@ constexpr int NEXT_D_OUTPUT = NEXT_QUERY + TILE * KEYS / 2;
 // Decayed k and k^2, each as the sum of two bf16: of up to ENTRY tokens, but where a chunk begins, before there are
 // sums, of all but the last ENTRY.
 constexpr int DECAYED = NEXT_D_OUTPUT + TILE * ROWS / 2, AFTER_DECAYED = DECAYED + (ENTRIES - 1) * 4 * FACTOR;
-// [warp][block][dq, dk][lane] float4, and of one block more if what blocks start from comes here.
-constexpr int KEY_SUMS = DECAYED + 4 * FACTOR, SUM_BLOCKS = KEY_BLOCKS + STREAM;
+// [warp][block][lane][dq, dk] uint2, of bf16: rounded no more than the factors of the products they are sums of.
+constexpr int KEY_SUMS = DECAYED + 4 * FACTOR;
 // [part of the keys, but for the first][group][dw, dbeta][lane] float4
-constexpr int ROW_SUMS = KEY_SUMS + WARPS * SUM_BLOCKS * 256;
+constexpr int ROW_SUMS = KEY_SUMS + WARPS * KEY_BLOCKS * 128;
 constexpr int TOKEN_SUMS = ROW_SUMS + (KEY_PARTS - 1) * ROW_GROUPS * 256;  // [warp][12]
 constexpr int AFTER_SUMS = TOKEN_SUMS + WARPS * 12;
 constexpr int DECAY = AFTER_SUMS < AFTER_DECAYED ? AFTER_DECAYED : AFTER_SUMS;  // g of the chunk's tokens
-constexpr int GAUGE = DECAY + CHUNK, INVERSE = GAUGE + CHUNK;  // their c and 1 / c
-constexpr int BEGINS = INVERSE + CHUNK;                        // which begin a tile
-constexpr int RUNNING = BEGINS + 4, HEAD = RUNNING + 1;        // dg of the first token of the tile done last; the head
-constexpr int TILE_ENTRY = RUNNING + 2;                        // a pointer: the state that the tile's is made from
-constexpr int WORDS = RUNNING + 4;
+constexpr int GAUGE = DECAY + CHUNK, INVERSE = GAUGE + CHUNK;  // their c and 1 / c (and anything behind)
+constexpr int BEGINS = INVERSE + CHUNK + TILE;                 // which begin a tile
+constexpr int RUNNING = BEGINS + 2, HEAD = RUNNING + 1;        // dg of the first token of the tile done last; the head
+constexpr int WORDS = RUNNING + 2;
 extern "C" __device__ const int launch_shape[2] = {THREADS, 4 * WORDS};
 
 // M and J of a block in pieces, in float4; where this lane's of key block b are (read anew, as thread_index).

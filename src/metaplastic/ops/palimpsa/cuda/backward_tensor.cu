@@ -21,17 +21,19 @@
 //
 //     dg_t = dg_{t+1} + (<n_t, M_t> - <x_t, J_t>) - dw_t . w_t - dbeta_t . beta_t
 //
-// where the bracket is prior z_t. Where the decay over a tile is not near 1, dg is a small difference of large terms:
-// the tile is done carefully, the bracket summed with the very n and x, rounded to bf16, that the products use. Where
-// they are, one tile's sum may go on in the tile before it. dw . w + dbeta . beta is half of dw . w + dk . k.
+// where the bracket is prior z_t. Where the decay over a tile is near 1, one sum may go on in the tile before it. The
+// smaller it is, the more dg is a small difference of large terms: first dg is taken directly at the end of every tile,
+// then the tile is also done carefully, the bracket summed with the very n and x, rounded to bf16, that products use.
+// dw . w + dbeta . beta is half of dw . w + dk . k.
 //
 // A block takes 16 ROW_GROUPS values of one head of one span; a warp 16 of them and KEY_BLOCKS blocks of 16 keys, one
 // block at a time: lane (row, column) holds keys 2 row, 2 row + 1 and values 2 column + {0, 1, 8, 9} of a block, the
 // layout of a product's result. What a block of keys starts from is fetched while the one before is done.
 //
 // Given when compiling: KEY_BLOCKS, KEY_PARTS (together: K), ROW_GROUPS, VALUE_BLOCKS (together: V), BLOCKS (per
-// multiprocessor); ENTRY, 8 or 16: tokens from one of a chunk's states to the next; STREAM: if 1, dM and dJ are kept in
-// the scratch, not in shared memory (KEY_PARTS is 1); PULL: if 1, only what the span adds to d_first is wanted.
+// multiprocessor); ENTRY, 8 or 16: tokens from one of a chunk's states to the next; STREAM: if 1, dM and dJ of a warp's
+// blocks of keys but the first are kept in the scratch, not in shared memory (KEY_PARTS is 1), and registers are so
+// scarce that x is made of n and mu as rounded; PULL: if 1, only what the span adds to d_first is wanted.
 #include "backward_tile.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
@@ -57,8 +59,10 @@ backward_tensor(const u16* __restrict__ q, const u16* __restrict__ k, const u16*
     __syncthreads();
     auto head = [&]() -> i64 { return *(volatile int*)(shared + HEAD); };  // read anew, as thread_index
     const int length = (int)span.length;
+    const i64 first_state = span.chunk_base * count + (i64)rank * span.chunks + span.chunk;
     const float p = prior[head()], scale = (float)query_scale;
     const u32 identity = (2 * column == row ? 0x3f80u : 0u) | (2 * column + 1 == row ? 0x3f800000u : 0u);
+    const u32 identity_2 = __shfl_sync(~0u, identity, lane);  // the compiler would not keep the same word twice
 
     // This lane's part of key block b of a state [V, K], and of one in pieces.
     const int own_element = (block * ROWS + group * 16 + 2 * column) * KEYS + part * KEY_BLOCKS * 16 + 2 * row;
@@ -68,17 +72,21 @@ backward_tensor(const u16* __restrict__ q, const u16* __restrict__ k, const u16*
         if (base) return scratch + ((i64)blockIdx.x * (ENTRIES - 1 + STREAM) + base / ENTRY - 1) * STATE_PIECES;
         return chunks + (state * VALUE_BLOCKS + block) * STATE_PIECES;
     };
-    auto gradient = [&](int b) -> float4* {  // dM and -dJ; 32-bit offsets: registers are what is scarce
-        if (!STREAM) return (float4*)(floats + GRADIENT) + own_piece(b);
+    auto resident = [&](int b) { return !STREAM || b == 0; };  // whether dM and -dJ of a block stay in shared memory
+    float4* const own_gradient = (float4*)(floats + GRADIENT) + warp * RESIDENT * 128 + lane;
+    auto streamed = [&](int b) -> float4* {  // else; 32-bit offsets: registers are what is scarce
         return scratch + (u32)((blockIdx.x * ENTRIES + ENTRIES - 1) * STATE_PIECES + own_piece(b));
     };
-    // What a block of keys starts from, on its way to shared memory; dM and -dJ, if they are in the scratch, to where
-    // this and the next block will leave their sums.
+    auto write_gradient = [&](const float (&m)[2][4], const float (&x)[2][4], int b) {
+        if (resident(b)) write_block(m, x, own_gradient + b * 128);
+        else write_block(m, x, streamed(b));
+    };
+    // What a block of keys starts from, on its way to shared memory.
     float4* const next_entry = (float4*)(floats + NEXT_ENTRY) + warp * 128 + lane;
-    float4* const own_sums = (float4*)(floats + KEY_SUMS) + warp * SUM_BLOCKS * 64 + lane;
+    float4* const next_gradient = (float4*)(floats + NEXT_GRADIENT) + warp * 128 + lane;
     auto fetch_block = [&](int b, const float4* from) {
-        copy_block(next_entry, from + own_piece(b));
-        if (STREAM && b) copy_block(own_sums + b * 64, gradient(b));
+        copy_block(next_entry, from + b * 128);
+        if (!resident(b)) copy_block(next_gradient, streamed(b));
         copies_issued();
     };
     // Of the tile; where a token is meant that depends on the lane, its number is the lane's row.
@@ -91,18 +99,20 @@ backward_tensor(const u16* __restrict__ q, const u16* __restrict__ k, const u16*
     float of_z[TILE];                          // the lane's part of every token's c_s z_s, carefully of its bracket
     float tail;                                // what dg gets from the end of the tile
     int start = 0;                             // the chunk's first token within the span
+    const float4* own_entry = nullptr;         // where this lane's part of the state is that the tile's is made from
     // All tokens of the tile, for one block of keys.
     auto sweep = [&](const bool careful, int b) {  // called with both constants, each compiled for itself
-        const int key_block = part * KEY_BLOCKS + b, base = tile.first / ENTRY * ENTRY;
+        const int key_block = part * KEY_BLOCKS + b, before = tile.first & (ENTRY - 1), base = tile.first - before;
+        // Of tokens beyond the tile's last anything will do where only results that nobody reads are made of it.
         float M[2][4], I[2][4], dM[2][4], X[2][4], of_dq[4] = {}, of_n[4] = {}, of_x[4] = {};  // X = -dJ
         copies_arrived();
-        read_block(dM, X, STREAM ? own_sums + b * 64 : gradient(b), carry);
+        read_block(dM, X, !STREAM ? own_gradient + b * 128 : b ? next_gradient : own_gradient, carry);
         read_block<true>(M, I, next_entry, entry_decay, p);
         if (b == 0) fetch_tile(shared, q, d_output, span.first, start + tile.first, heads, head(), block);
-        if (b + 1 < KEY_BLOCKS) fetch_block(b + 1, *(const float4* volatile*)(shared + TILE_ENTRY));
-        if (tile.first > base + 8) add_tokens(shared, 0, M, I, key_block, group, base);
-        else if (tile.first > base) add_tokens<8>(shared, 0, M, I, key_block, group, base);
-        const uint2 raw = *(const uint2*)(shared + KEY + tile.token(row) * KEY_ROW + key_block * 8 + 2 * column);
+        if (b + 1 < KEY_BLOCKS) fetch_block(b + 1, own_entry);
+        if (before > 8) add_tokens(shared, 0, M, I, key_block, group, base);
+        else if (before) add_tokens<8>(shared, 0, M, I, key_block, group, base);
+        const uint2 raw = *(const uint2*)(shared + KEY + (tile.first + row) * KEY_ROW + key_block * 8 + 2 * column);
         const u32 k_factor[2] = {__byte_perm(raw.x, raw.y, 0x5410), __byte_perm(raw.x, raw.y, 0x7632)};
         const u32 square[2] = {times(k_factor[0], k_factor[0]), times(k_factor[1], k_factor[1])};
         u32 n[2][4], x[2][4], turned[4], end_m[4] = {}, end_j[4] = {};
@@ -153,22 +163,22 @@ backward_tensor(const u16* __restrict__ q, const u16* __restrict__ k, const u16*
                     const float n0 = dy_q[v][e] * r0, n1 = dy_q[v][e + 1] * r1;
                     mu[v][at] = pack_bf16(mu0, mu1);
                     const float x0 = n0 * mu0, x1 = n1 * mu1;
-                    n[v][at] = pack_bf16(n0, n1), x[v][at] = pack_bf16(x0, x1);
+                    n[v][at] = pack_bf16(n0, n1);
+                    x[v][at] = STREAM ? times(n[v][at], mu[v][at]) : pack_bf16(x0, x1);
+                    float& sum = careful ? z : of_z[s];
+                    sum = STREAM ? fmaf(n0, mu0, fmaf(n1, mu1, sum)) : sum + (x0 + x1);
                     if (careful) {
-                        z += x0 + x1;
                         of_z[s] = fmaf(low_bf16(n[v][at]), M[v][e], of_z[s]);
                         of_z[s] = fmaf(high_bf16(n[v][at]), M[v][e + 1], of_z[s]);
                         of_z[s] = fmaf(-low_bf16(x[v][at]), I[v][e] - scaled_prior, of_z[s]);
                         of_z[s] = fmaf(-high_bf16(x[v][at]), I[v][e + 1] - scaled_prior, of_z[s]);
-                    } else {
-                        of_z[s] += x0 + x1;
                     }
                 }
                 if (careful) sum_z = fmaf(by, z, sum_z);
             }
 #pragma unroll
             for (int v = 0; v < 2; v++)
-                multiply(dM[v], n[v], identity, identity), multiply(X[v], x[v], identity, identity);
+                multiply(dM[v], n[v], identity, identity_2), multiply(X[v], x[v], identity, identity_2);
             if (PULL) continue;
             const bool own[2] = {row == s0, row == s0 + 1}, past[2] = {row <= s0, row <= s0 + 1};
 #pragma unroll
@@ -192,25 +202,27 @@ backward_tensor(const u16* __restrict__ q, const u16* __restrict__ k, const u16*
 #pragma unroll
             for (int i = 0; i < 4; i++) {  // with the words that stood for dM and dJ in the products
                 const int v = i / 2, e = i % 2 * 2;
-                tail = fmaf(low_bf16(end_m[i]), M[v][e], fmaf(high_bf16(end_m[i]), M[v][e + 1], tail));
-                tail = fmaf(-low_bf16(end_j[i]), I[v][e] - last_prior, tail);
-                tail = fmaf(-high_bf16(end_j[i]), I[v][e + 1] - last_prior, tail);
+                const float of_m = fmaf(low_bf16(end_m[i]), M[v][e], high_bf16(end_m[i]) * M[v][e + 1]);
+                const float first = I[v][e] - last_prior, second = I[v][e + 1] - last_prior;
+                tail += fmaf(-low_bf16(end_j[i]), first, fmaf(-high_bf16(end_j[i]), second, of_m));
             }
         }
-        write_block(dM, X, gradient(b));
+        write_gradient(dM, X, b);
         if (PULL) return;
         float to_dk[4];
         const int lane = thread_index() & 31, row = lane >> 2, column = lane & 3;
 #pragma unroll
         for (int c = 0; c < 2; c++) {
-            const u32 key = shared[KEY + tile.token(2 * column + c) * KEY_ROW + key_block * 8 + row];
-            const float by = tile.inverse(shared, 2 * column + c);
+            const int token = tile.first + 2 * column + c;
+            const u32 key = shared[KEY + token * KEY_ROW + key_block * 8 + row];
+            const float by = floats[INVERSE + token];
             to_dk[c] = by * fmaf(-2.f * low_bf16(key), of_x[c], of_n[c]);
             to_dk[2 + c] = by * fmaf(-2.f * high_bf16(key), of_x[2 + c], of_n[2 + c]);
             of_k[c] = fmaf(to_dk[c], low_bf16(key), fmaf(to_dk[2 + c], high_bf16(key), of_k[c]));
         }
-        float4* const sums = own_sums + b * 64;
-        sums[0] = {of_dq[0], of_dq[1], of_dq[2], of_dq[3]}, sums[32] = {to_dk[0], to_dk[1], to_dk[2], to_dk[3]};
+        ((uint4*)(shared + KEY_SUMS))[(warp * KEY_BLOCKS + b) * 32 + lane] = {
+            pack_bf16(of_dq[0], of_dq[1]), pack_bf16(of_dq[2], of_dq[3]),
+            pack_bf16(to_dk[0], to_dk[1]), pack_bf16(to_dk[2], to_dk[3])};
     };
     // Before the barrier: what other warps add to dw, dbeta and dg.
     auto share_row_sums = [&]() {
@@ -284,20 +296,20 @@ backward_tensor(const u16* __restrict__ q, const u16* __restrict__ k, const u16*
         load_block(m, d_last_m, place(last, b)), load_block(j, d_last_j, place(last, b));
 #pragma unroll
         for (int e = 0; e < 8; e++) j[e / 4][e % 4] = -j[e / 4][e % 4];
-        write_block(m, j, gradient(b));
+        write_gradient(m, j, b);
     }
     for (int x = thread; x < TILE * ALL_BLOCKS * 4; x += THREADS) shared[UPDATE + x / 4 * RECORD + 64 + x % 4] = 0u;
     if (length) fetch_tile(shared, q, d_output, span.first, length, heads, head(), block);
     for (start = length ? (length - 1) / CHUNK * CHUNK : -1; start >= 0; start -= CHUNK) {
         const int chunk_tokens = min(CHUNK, length - start);
-        const i64 state = span.chunk_base * count + (i64)rank * span.chunks + span.chunk + start / CHUNK;
+        const i64 state = first_state + start / CHUNK;
         const i64 row0 = (span.first + start) * heads + head();
         __syncthreads();
         fetch_chunk(shared, k, w, beta, row0, heads, block, chunk_tokens);
+        auto fetch_state = [&](int b) { copy_block(next_entry, entry(state, 0) + own_piece(b)), copies_issued(); };
+        fetch_state(0);
         for (int t = thread; t < CHUNK; t += THREADS)
             floats[DECAY + t] = t < chunk_tokens ? g[row0 + t * heads] : 0.f;
-        float next_m[2][4], next_j[2][4];
-        load_pieces(next_m, next_j, entry(state, 0) + own_piece(0));
         copies_arrived();
         __syncthreads();
         write_tiles(shared, chunk_tokens);
@@ -307,9 +319,9 @@ backward_tensor(const u16* __restrict__ q, const u16* __restrict__ k, const u16*
 #pragma unroll 1
         for (int b = 0; b < KEY_BLOCKS; b++) {
             float m[2][4], j[2][4];
-#pragma unroll
-            for (int c = 0; c < 8; c++) m[c / 4][c % 4] = next_m[c / 4][c % 4], j[c / 4][c % 4] = next_j[c / 4][c % 4];
-            if (b + 1 < KEY_BLOCKS) load_pieces(next_m, next_j, entry(state, 0) + own_piece(b + 1));
+            copies_arrived();
+            read_block<true>(m, j, next_entry, 1.f);
+            if (b + 1 < KEY_BLOCKS) fetch_state(b + 1);
 #pragma unroll 1
             for (int e = 1; e < ENTRIES && e * ENTRY < chunk_tokens; e++) {
                 const int before = (e - 1) * ENTRY;
@@ -324,23 +336,18 @@ backward_tensor(const u16* __restrict__ q, const u16* __restrict__ k, const u16*
         direct = true;
         for (int end = chunk_tokens; end > 0; end = tile.first) {
             tile = read_tile(shared, end);
-            direct = direct || tile.careful;
+            direct = direct || tile.direct;
             const int base = tile.first / ENTRY * ENTRY;
-            const float4* const from = entry(state, base);
-            fetch_block(0, from);
-            if (thread == 0) *(const float4**)(shared + TILE_ENTRY) = from;
-            float4 after[4];  // the first block's dM and -dJ: where they go, sums may still be read
-            for (int i = 0; i < 4 * STREAM; i++) after[i] = __ldcg(gradient(0) + i * 32);
+            own_entry = entry(state, base) + own_piece(0);
+            fetch_block(0, own_entry);
             entry_decay = prepare_start(shared, base, tile.first);
             prepare_tile(shared, tile, p, scale);
             const int d_at = NEXT_D_OUTPUT + min(TILE - tile.tokens + row, TILE - 1) * ROWS / 2 + group * 8 + column;
             for (int v = 0; v < 2; v++) d_factor[v] = row < tile.tokens ? shared[d_at + 4 * v] : 0u;
             __syncthreads();
-            for (int i = 0; i < 4 * STREAM; i++) own_sums[i * 32] = after[i];
             // Once a chunk: the one to come, on its way to the cache, late enough to be there still when it is wanted.
             if (start && tile.first == 0) {
-                const i64 state = span.chunk_base * count + (i64)rank * span.chunks + span.chunk + start / CHUNK - 1;
-                const float4* const before = entry(state, 0);
+                const float4* const before = entry(state - 1, 0);
                 const i64 row0 = (span.first + start - CHUNK) * heads + head();
                 prefetch_chunk(k, w, beta, before, row0, heads, block);
             }
@@ -370,12 +377,12 @@ backward_tensor(const u16* __restrict__ q, const u16* __restrict__ k, const u16*
 
     // What remains: the gradient of the span's first state, dg of its first token, dprior.
     tail = 0.f;
-    const i64 state = span.chunk_base * count + (i64)rank * span.chunks + span.chunk;
     const i64 last = (i64)number * heads + head();
     for (int b = 0; b < KEY_BLOCKS; b++) {
         float dM[2][4], X[2][4], M[2][4] = {}, J[2][4] = {};
-        read_block(dM, X, gradient(b), alpha);
-        if (length) load_pieces(M, J, entry(state, 0) + own_piece(b));
+        if (resident(b)) read_block(dM, X, own_gradient + b * 128, alpha);
+        else read_block(dM, X, streamed(b), alpha);
+        if (length) load_pieces(M, J, entry(first_state, 0) + own_piece(b));
 #pragma unroll
         for (int e = 0; e < 8; e++) {
             const i64 at = place(last, b) + (e / 4 * 8 + e % 2) * KEYS + e % 4 / 2;

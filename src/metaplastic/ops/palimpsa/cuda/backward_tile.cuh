@@ -53,7 +53,7 @@ __device__ __forceinline__ u64 tile_starts(u64 strong, int tokens) {
 // Tokens [first, first + tokens) of the chunk.
 struct Tile {
     int first, tokens;
-    bool careful;  // is the decay from its first token to its last not near 1?
+    bool direct, careful;  // is the decay from its first token to its last not near 1, is it strong?
     __device__ __forceinline__ int token(int s) const { return min(first + s, CHUNK - 1); }  // maybe none of the tile's
     __device__ __forceinline__ float inverse(const u32* shared, int s) const {  // 1 / c_s; beyond the last token, its
         return ((const float*)shared)[INVERSE + first + min(s, tokens - 1)];
@@ -77,7 +77,8 @@ __device__ __forceinline__ void write_tiles(u32* shared, int tokens) {
 }
 __device__ __forceinline__ Tile read_tile(const u32* shared, int end) {
     const int first = last_before(*(const u64*)(shared + BEGINS), end);
-    return {first, end - first, ((const float*)shared)[GAUGE + end - 1] < CAREFUL_BELOW};
+    const float decay = ((const float*)shared)[GAUGE + end - 1];
+    return {first, end - first, decay < DIRECT_BELOW, decay < CAREFUL_BELOW};
 }
 
 // Decays over ENTRY tokens, lane = token - base, of which those after `last` do not count: from each to the end, and
@@ -154,33 +155,37 @@ __device__ __forceinline__ float prepare_start(u32* shared, int base, int first)
 
 // What the tile's products need, from what lies in shared memory as it came; a token that is none multiplies zeros.
 __device__ __forceinline__ void prepare_tile(u32* shared, const Tile& tile, float prior, float scale) {
+    constexpr u32 OF_KEYS = TILE * ALL_BLOCKS * 8, OF_VALUES = TILE * ROW_GROUPS * 8;
     const int skip = TILE - tile.tokens;  // of the 8 tokens fetched
-#pragma unroll 1
-    for (int x = threadIdx.x; x < TILE * ALL_BLOCKS * 8; x += THREADS) {
-        const int s = x / (ALL_BLOCKS * 8), j = x % (ALL_BLOCKS * 8);
-        uint4 of_key = {0u, 0u, 0u, 0u}, beside = {0u, 0u, 0u, 0u};
-        if (s < tile.tokens) {
-            const float by = tile.inverse(shared, s);
-            const u32 of_prior = split(prior * (by - tile.inverse(shared, max(s - 1, 0))));
-            const u32 raw = shared[KEY + (tile.first + s) * KEY_ROW + j];
-            const u32 q = shared[NEXT_QUERY + (skip + s) * KEYS / 2 + j];
-            const float k0 = low_bf16(raw), k1 = high_bf16(raw);
-            of_key = {split(k0 * by), split(k1 * by), split(k0 * (k0 * by)), split(k1 * (k1 * by))};
-            beside = {of_prior, of_prior, split(scale * low_bf16(q)), split(scale * high_bf16(q))};
-        }
-        u32* const to = shared + UPDATE + x / 8 * RECORD + x % 8 * 8;
-        *(uint4*)to = of_key, *(uint4*)(to + 4) = beside;
-    }
     const u16* const words = (const u16*)shared;
 #pragma unroll 1
-    for (int x = threadIdx.x; x < TILE * ROW_GROUPS * 8; x += THREADS) {
-        const int s = x / (ROW_GROUPS * 8), i = x / 8 % ROW_GROUPS * 16 + x % 8;
-        const u16* const w = words + 2 * (WRITE + tile.token(s) * VALUE_ROW) + i;
-        const u16* const beta = w + 2 * CHUNK * VALUE_ROW;
-        const u16* const d = words + 2 * NEXT_D_OUTPUT + min(skip + s, TILE - 1) * ROWS + i;
-        const u32 valid = s < tile.tokens ? 0x10001u : 0u;
-        *(uint4*)(shared + OTHER + 8 * x) = {w[0] * 0x10001u, w[8] * 0x10001u, beta[0] * 0x10001u, beta[8] * 0x10001u};
-        *(uint4*)(shared + OTHER + 8 * x + 4) = {0x3f803f80u, 0x3f803f80u, d[0] * valid, d[8] * valid};
+    for (u32 x = threadIdx.x; x < (OF_KEYS > OF_VALUES ? OF_KEYS : OF_VALUES); x += THREADS) {
+        // Read for both first: what follows waits once.
+        const u32 y = x < OF_KEYS ? x : OF_KEYS - 1, z = x < OF_VALUES ? x : OF_VALUES - 1;
+        const int s = y / (ALL_BLOCKS * 8), j = y % (ALL_BLOCKS * 8), t = z / (ROW_GROUPS * 8);
+        const float by = tile.inverse(shared, s), before = tile.inverse(shared, max(s - 1, 0));
+        const u32 raw = shared[KEY + tile.token(s) * KEY_ROW + j];
+        const u32 q = shared[NEXT_QUERY + min(skip + s, TILE - 1) * KEYS / 2 + j];
+        const int i = z / 8 % ROW_GROUPS * 16 + z % 8;
+        const u16* const from = words + 2 * (WRITE + tile.token(t) * VALUE_ROW) + i;
+        const u16* const d = words + 2 * NEXT_D_OUTPUT + min(skip + t, TILE - 1) * ROWS + i;
+        const u32 w0 = from[0], w1 = from[8], b0 = from[2 * CHUNK * VALUE_ROW], b1 = from[2 * CHUNK * VALUE_ROW + 8];
+        const u32 d0 = d[0], d1 = d[8];
+        if (x < OF_KEYS) {
+            const bool valid = s < tile.tokens;
+            const float k0 = low_bf16(raw), k1 = high_bf16(raw);
+            const uint4 zeros = {0u, 0u, 0u, 0u};
+            const u32 of_prior = split(prior * (by - before));
+            const uint4 of_key = {split(k0 * by), split(k1 * by), split(k0 * (k0 * by)), split(k1 * (k1 * by))};
+            const uint4 beside = {of_prior, of_prior, split(scale * low_bf16(q)), split(scale * high_bf16(q))};
+            u32* const to = shared + UPDATE + x / 8 * RECORD + x % 8 * 8;
+            *(uint4*)to = valid ? of_key : zeros, *(uint4*)(to + 4) = valid ? beside : zeros;
+        }
+        if (x < OF_VALUES) {
+            const u32 valid = t < tile.tokens ? 0x10001u : 0u;
+            *(uint4*)(shared + OTHER + 8 * x) = {w0 * 0x10001u, w1 * 0x10001u, b0 * 0x10001u, b1 * 0x10001u};
+            *(uint4*)(shared + OTHER + 8 * x + 4) = {0x3f803f80u, 0x3f803f80u, d0 * valid, d1 * valid};
+        }
     }
 }
 
@@ -188,20 +193,20 @@ __device__ __forceinline__ void prepare_tile(u32* shared, const Tile& tile, floa
 __device__ __forceinline__ void fetch_tile(u32* shared, const u16* q, const u16* d_output, i64 span_first, int end,
                                            int heads, i64 head, int block) {
     // Keys from the first threads on, values from the last: where there are enough of them, none does both.
-    const int own = thread_index();
-    const i64 before = (span_first + end - TILE) * heads + head;
+    const u32 own = thread_index();
+    const i64 row0 = span_first * heads + head;
 #pragma unroll 1
-    for (int y = own; y < TILE * KEYS / 8; y += THREADS) {
-        const int t = y / (KEYS / 8);
-        const bool valid = end - TILE + t >= 0;
-        copy_16(shared + NEXT_QUERY + 4 * y, valid ? q + (before + t * heads) * KEYS + y % (KEYS / 8) * 8 : q, valid);
+    for (u32 y = own; y < TILE * KEYS / 8; y += THREADS) {
+        const int token = end - TILE + (int)(y / (KEYS / 8));
+        const i64 row = row0 + (i64)max(token, 0) * heads;
+        copy_16(shared + NEXT_QUERY + 4 * y, q + row * KEYS + y % (KEYS / 8) * 8, token >= 0);
     }
 #pragma unroll 1
-    for (int y = THREADS - 1 - own; y < TILE * ROWS / 8; y += THREADS) {
-        const int t = y / (ROWS / 8);
-        const bool valid = end - TILE + t >= 0;
-        const u16* const from = d_output + (before + t * heads) * VALUES + block * ROWS + y % (ROWS / 8) * 8;
-        copy_16(shared + NEXT_D_OUTPUT + 4 * y, valid ? from : q, valid);
+    for (u32 y = THREADS - 1 - own; y < TILE * ROWS / 8; y += THREADS) {
+        const int token = end - TILE + (int)(y / (ROWS / 8));
+        const i64 row = row0 + (i64)max(token, 0) * heads;
+        const u16* const from = d_output + row * VALUES + block * ROWS + y % (ROWS / 8) * 8;
+        copy_16(shared + NEXT_D_OUTPUT + 4 * y, from, token >= 0);
     }
     copies_issued();
 }
@@ -209,6 +214,7 @@ __device__ __forceinline__ void fetch_tile(u32* shared, const u16* q, const u16*
 // k, w and beta of a chunk, on their way; zeros beyond its tokens. `row0`: of its first token, counted with the heads.
 __device__ __forceinline__ void fetch_chunk(u32* shared, const u16* k, const u16* w, const u16* beta, i64 row0,
                                             int heads, int block, int chunk_tokens) {
+#pragma unroll 1
     for (int x = threadIdx.x; x < CHUNK * KEYS / 8; x += THREADS) {
         const int t = x / (KEYS / 8), j = x % (KEYS / 8) * 8;
         const bool valid = t < chunk_tokens;
@@ -243,12 +249,13 @@ __device__ __forceinline__ void write_key_sums(const u32* shared, float* dq, flo
                                                int count, float scale) {
 #pragma unroll 1
     for (int x = thread_index(); x < ALL_BLOCKS * 64; x += THREADS) {
-        const float4* const from = (const float4*)(shared + KEY_SUMS) + x;  // [block][dq, dk][lane]
-        float4 sum = from[0];
+        const uint2* const from = (const uint2*)(shared + KEY_SUMS) + (x / 64 * 32 + x % 32) * 2 + x / 32 % 2;
+        float4 sum = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
-        for (int other = 1; other < ROW_GROUPS; other++) {
-            const float4 more = from[other * KEY_PARTS * SUM_BLOCKS * 64];
-            sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
+        for (int group = 0; group < ROW_GROUPS; group++) {
+            const uint2 more = from[group * ALL_BLOCKS * 64];
+            sum.x += low_bf16(more.x), sum.y += high_bf16(more.x);
+            sum.z += low_bf16(more.y), sum.w += high_bf16(more.y);
         }
         const int s = 2 * (x % 4), key = x / 64 * 16 + x % 32 / 4 * 2;
         const float factor = x / 32 % 2 ? 1.f : scale;
