@@ -226,6 +226,7 @@ def plan_rows(
     if found.resident > cluster.memory:
         fused = "" if found.loss == "fused" else "a fused loss, "
         rows.append(("  too much", f"a smaller batch_size, checkpointing, {fused}fsdp2, or context parallelism"))
+        rows.append(("  of eager steps", "with --compile less is kept for the backward; that is not planned"))
     at = f"at {cluster.efficiency:.0%} of {cluster.peak / 1e12:,.0f} TFLOP/s (assumed)"
     rows.append(("compute of a step", f"{_ms(compute)} {at}"))
     talk = sum(found.seconds.values())
