@@ -21,8 +21,8 @@ from .emulation import emulated, emulator, needs_compiler  # noqa: F401 (the fir
 whole = importlib.import_module("metaplastic.ops.bayesian.cuda")
 cuda = importlib.import_module("metaplastic.ops.bayesian.cuda.backward")
 NAMES = ("q", "k", "v", "g", "process_noise", "observation_noise", "rotation")
-KERNELS = ["open", "careful", "mean", "reads", "source", "covariance", "careful_covariance", "known", "inputs"]
-KERNELS += ["careful"]
+KERNELS = ["open", "careful", "mean", "reads", "source", "careful", "covariance", "careful_covariance", "known"]
+KERNELS += ["inputs", "careful"]
 
 
 def kept(inputs, mean, covariance, offsets, scale, size=64, turning=False):
@@ -52,8 +52,9 @@ def kept(inputs, mean, covariance, offsets, scale, size=64, turning=False):
     return [torch.cat(x) for x in zip(*states, strict=True)]
 
 
-def errors(inputs, case, dtype, *, turning=True, rooms=0):
-    """Of every gradient, in the Euclidean norm, against the reference in float64; ``rooms`` left for more chunks."""
+def errors(inputs, case, dtype, *, turning=True, rooms=0, prior=False):
+    """Of every gradient, in the Euclidean norm, against the reference in float64; ``rooms`` left for more chunks;
+    ``prior``: also of that of a prior variance, all of the initial covariance."""
     exact = accuracy.as_reference(inputs) | {"output_variance": case.variance}
     read = accuracy.OPERATORS["bayesian"][0](**exact, backend="reference")
     outputs = [read.output, read.variance if case.variance else None, *(read.state if case.final else (None, None))]
@@ -79,9 +80,11 @@ def errors(inputs, case, dtype, *, turning=True, rooms=0):
     assert all(x.dtype == y.dtype for x, y in zip(found, own, strict=False) if y is not None)
     found = [x for x in found if x.numel() or case.length == 0]
     found[-1] = (found[-1] + found[-1].mT) / 2  # as the operator symmetrises the initial covariance
+    if prior:
+        expected, found = ([*x, x[-1].diagonal(dim1=-2, dim2=-1).sum(-1)] for x in (expected, found))
     return {
         name: ((x.double() - y).norm() / y.norm().clamp(min=1e-30)).item()
-        for name, x, y in zip((*names, "mean", "covariance"), found, expected, strict=True)
+        for name, x, y in zip((*names, "mean", "covariance", "prior")[: len(found)], found, expected, strict=True)
     }
 
 
@@ -204,14 +207,11 @@ def build(emulator, keys, values):  # noqa: F811
     """All kernels, some at a time: the compiler is what takes long here."""
 
     def one(name):
-        more = {"mean": {"BLOCK_COLUMNS": cuda.BLOCK_COLUMNS}, "early": {"LAST_STEP": 0}, "late": {"LAST_STEP": 1}}.get(
-            name, {}
-        )
-        name = "careful" if "LAST_STEP" in more else name
+        more = {"BLOCK_COLUMNS": cuda.BLOCK_COLUMNS} if name == "mean" else {}
         return emulator(cuda.FOLDER, f"backward_{name}", 0, KEYS=keys, VALUES=values, **more)
 
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-        list(pool.map(one, ({*KERNELS} - {"careful"}) | {"early", "late"}))
+        list(pool.map(one, {*KERNELS}))
 
 
 def check(worst, inexact=4e-3, exact=1e-5):
@@ -230,6 +230,18 @@ def test_kernels(emulated, emulator):  # noqa: F811
     )  # fmt: skip
     check(errors(accuracy.example("bayesian", case, torch.bfloat16), case, torch.bfloat16))
     assert emulated == [f"backward_{name}" for name in KERNELS]
+
+
+@needs_compiler
+def test_a_covariance_in_steps(emulated, emulator, monkeypatch):  # noqa: F811
+    """The recursion of more keys than a block can hold, done with fewer."""
+    build(emulator, 64, 64)
+    monkeypatch.setattr(cuda, "IN_ONE_BLOCK", 0)
+    case = Case(
+        batch=1, length=100, heads=1, key_size=24, value_size=40, decay="mixed", offsets=(0, 0, 1, 90), variance=False
+    )
+    check(errors(accuracy.example("bayesian", case, torch.bfloat16), case, torch.bfloat16))
+    assert {"backward_reach", "backward_step"} <= {*emulated} and "backward_covariance" not in emulated
 
 
 @needs_compiler
@@ -275,6 +287,22 @@ def test_kernels_with_one_key(emulated, emulator, decay):  # noqa: F811
 
 
 @needs_compiler
+def test_what_is_left_of_a_prior(emulated, emulator):  # noqa: F811
+    """One key throughout, nothing forgotten, no process noise: a millionth of what the prior's gradient is made of."""
+    build(emulator, 64, 64)
+    case = Case(batch=1, length=150, heads=1, key_size=16, value_size=16, variance=False, final=False)
+    inputs = accuracy.example("bayesian", case, torch.bfloat16)
+    with torch.no_grad():
+        inputs["k"].copy_(inputs["k"][:, :1].expand_as(inputs["k"]))
+        inputs["q"][:, ::2] = inputs["k"][:, ::2]
+        for name, value in (("g", 0.0), ("process_noise", 0.0), ("observation_noise", 1e-3)):
+            inputs[name].fill_(value)
+        inputs["initial_state"].mean.zero_()
+        inputs["initial_state"].covariance.copy_(torch.eye(16))
+    assert errors(inputs, case, torch.bfloat16, prior=True)["prior"] < 1.5e-4
+
+
+@needs_compiler
 def test_gradients_of_any_size(emulated, emulator):  # noqa: F811
     """Split numbers are scaled tile by tile: a factor of 1e-8 or 1e8 on the loss changes nothing else, and where
     nothing is read and nothing remains all is zero."""
@@ -316,8 +344,9 @@ def test_kernels_of_every_size(emulated, emulator, keys, values):  # noqa: F811
     [
         ({}, True),
         ({"key_size": 128, "value_size": 128}, True),
-        ({"key_size": 129}, False),
-        ({"value_size": 144}, False),
+        ({"key_size": 256, "value_size": 256}, True),
+        ({"key_size": 257}, False),
+        ({"value_size": 260}, False),
         ({"decay": "per key"}, False),
         ({"noise_per_key": True}, False),
         ({"noise_groups": 1}, True),

@@ -55,7 +55,10 @@ class Adjoint:
     def enter(self, d_mean: Tensor, d_covariance: Tensor, rows: slice = ALL) -> None:
         """Gradients of some rows' final states; that of the covariance is symmetric."""
         chunk = self.chunk
-        self.d_mean[rows], self.d_covariance[rows] = d_mean, d_covariance
+        if rows is ALL:
+            self.d_mean, self.d_covariance = d_mean, d_covariance
+        else:
+            self.d_mean[rows], self.d_covariance[rows] = d_mean, d_covariance
         gain, inverse = flat(chunk.gain[rows]), flat(chunk.whitening[rows])
         d_gain, d_innovation = inside(self.d_gain[rows]), inside(self.d_innovation[rows])
         torch.bmm(flat(chunk.innovation[rows]), flat(d_mean).mT, out=d_gain)

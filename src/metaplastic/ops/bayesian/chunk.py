@@ -118,7 +118,10 @@ class Chunk:
     ) -> None:  # fmt: skip
         """The states with which some rows begin. ``whitening``: L^-1, if it is known already, or, to ``refine``, known
         about as exactly as in float32."""
-        self.mean[rows], self.covariance[rows] = mean, covariance
+        if rows is ALL:
+            self.mean, self.covariance = mean, covariance
+        else:
+            self.mean[rows], self.covariance[rows] = mean, covariance
         spread, entered, sent = self.spread[rows], flat(self.entered[rows]), self.sent[rows]
         torch.bmm(entered, flat(covariance), out=inside(spread))
         torch.mul(spread, self.decay.last[rows], out=sent).addcmul_(self.decay.tail[rows], self.gathered[rows])

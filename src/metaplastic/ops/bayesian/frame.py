@@ -4,6 +4,7 @@ Rotations are undone before and redone after: within a chunk keys and queries ar
 since its start. Keys and values are whitened: divided by the standard deviation of their observation noise.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -29,12 +30,16 @@ class Inputs(NamedTuple):
 
 
 class Frame:
-    """The frame that turns with the keys: angles gathered since the chunk's start, inclusive."""
+    """The frame that turns with the keys: angles gathered since the chunk's start, inclusive, or, given how far keys
+    have turned ``before`` it ``[n, H, K / 2]``, since the sequence's start."""
 
-    def __init__(self, inputs: Inputs):
+    def __init__(self, inputs: Inputs, key_decay: type[KeyDecay] = KeyDecay, before: Tensor | None = None):
         self.given = inputs
         self.angle = None if inputs.rotation is None else inputs.rotation.cumsum(-2)
-        self.decay = KeyDecay(inputs.g) if inputs.g.shape[-1] > 1 else HeadDecay(inputs.g)
+        if inputs.rotation is not None and before is not None:
+            angle = inputs.rotation.double().cumsum(-2) + before[:, :, None, None]
+            self.angle = angle.remainder(2 * math.pi).to(inputs.q.dtype)
+        self.decay = key_decay(inputs.g) if inputs.g.shape[-1] > 1 else HeadDecay(inputs.g)
         self.white = inputs.observation_noise.rsqrt()
         self.unscaled, queries = self._back(inputs.k), self._back(inputs.q)
         length, keys = inputs.k.shape[-2:]

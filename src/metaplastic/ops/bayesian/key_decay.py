@@ -48,6 +48,11 @@ class KeyDecay:
 
     per_key = True
 
+    @classmethod
+    def takes(cls, g: Tensor) -> bool:
+        """Whether these decays can be done."""
+        return True
+
     def __init__(self, g: Tensor):
         self.length = g.shape[-2]
         size = 1 << max(0, self.length - 1).bit_length()

@@ -4,8 +4,10 @@
 
 constexpr int C = 64;  // tokens of a chunk
 constexpr int WIDE = KEYS > VALUES ? KEYS : VALUES;
-// Of a token over its noise, were its key the least known one: beyond, backward_careful.cu works on the chunk.
-constexpr float LARGEST_VARIANCE = 32.f;
+constexpr int AT_ONCE = WIDE > 128 ? 1 : 2;  // blocks of a chunk each that a multiprocessor has room for
+// Of a token over its noise, were its key the least known one: beyond, backward_careful.cu works on the chunk, and also
+// where one has less than this share of that, if that is not negligible beside the noise.
+constexpr float LARGEST_VARIANCE = 32.f, SMALLEST_SHARE = 0x1p-8f, NEGLIGIBLE = 0x1p-8f;
 constexpr int VECTORS = 5;  // per chunk: decay since the entry, gathered noise, decay to the end, 1 / deviation, noise
 
 // Per chunk and head: by what the split matrices of device memory are to be multiplied (what takes the place of another

@@ -2,12 +2,15 @@
 
 bf16 inputs with one decay per head, one noise group and no gradient of the variance have kernels of their own, the five
 steps of :mod:`metaplastic.ops.bayesian.parallel_backward`: ``backward_open.cu``; ``backward_mean.cu``, the recursion of
-the means; ``backward_reads.cu`` and ``backward_source.cu``; ``backward_covariance.cu``, that of the covariances;
-``backward_known.cu`` and ``backward_inputs.cu``. ``backward_careful.cu`` does the first and the last step of single
-chunks in float64. Everything else goes that module's way, in batched products of float32, and of float64 for chunks in
-which a token may be far less certain than its noise.
+the means; ``backward_reads.cu`` and ``backward_source.cu``; ``backward_covariance.cu``, that of the covariances, or, of
+more than 128 keys, ``backward_reach.cu`` and ``backward_step.cu`` in turn; ``backward_known.cu`` and
+``backward_inputs.cu``. ``backward_careful.cu`` does in float64 what single chunks are before, between and after the
+recursions. Everything else goes that module's way, in batched products of float32, and of float64 for chunks in which a
+token may be far less certain than its noise.
 """
 
+import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ... import nvrtc
-from ..parallel_backward import Saved, adjoint
-from .problem import ALIGNMENT, CHUNK, Rests, cut
+from ..parallel_backward import Kernels, Saved, adjoint
+from .key_decays import KernelDecay
+from .problem import ALIGNMENT, CHUNK, HELD, Rests, cut
+from .walk import KernelWalk
 
 FOLDER = Path(__file__).parent
-LARGEST = 128  # keys and values that the kernels take
+LARGEST = 256  # keys and values that the kernels take
+IN_ONE_BLOCK = HELD  # keys of which a block walks all of a covariance's gradient
 BLOCK_COLUMNS = 64  # values of a block of backward_mean.cu
 CAREFUL_BLOCKS = 132  # of backward_careful.cu, each with a room of its own
 
@@ -46,7 +52,8 @@ def backward(
     keys, values = mean.shape[-2], mean.shape[-1] // means.shape[2]
     saved = Saved(means.mT[..., :keys, :values], covariances[..., :keys, :keys], whitenings, turning=True)
     finals = d_output, d_variance, d_mean, d_covariance
-    found, *states = adjoint(*finals, inputs, mean, covariance, saved, offsets, scale, careful=True)
+    kernels = Kernels(KernelDecay, KernelWalk)
+    found, *states = adjoint(*finals, inputs, mean, covariance, saved, offsets, scale, careful=True, kernels=kernels)
     return *(q.new_empty(0) if x is None else x for x in found), *states
 
 
@@ -58,7 +65,7 @@ def has_kernels(q, k, v, g, process_noise, observation_noise, rotation) -> bool:
 
 
 def _padded(size: int) -> int:
-    return -(-size // 64) * 64
+    return -(-size // 64) * 64 if size <= HELD else LARGEST
 
 
 def _fit(x: Tensor, dtype: torch.dtype, *padding: int) -> Tensor:
@@ -81,7 +88,9 @@ class _Backward:
         self.g, self.process, self.observation = (_fit(x, torch.float32) for x in (g, process, observation))
         length = q.shape[1]
         cuts = tuple(range(0, q.shape[0] * length + 1, length)) if length else (0,) * (q.shape[0] + 1)
-        self.cut = cut(cuts if offsets is None else tuple(offsets.tolist()), q.device)
+        cuts = cuts if offsets is None else tuple(offsets.tolist())
+        self.cut = cut(cuts, q.device)
+        self.steps = max((-(-(end - start) // CHUNK) for start, end in itertools.pairwise(cuts)), default=0)
         chunks, more = means.shape[0], self.keys - covariances.shape[-1]
         self.rests = Rests.of(covariances, chunks) if covariances.shape[0] > chunks else (None, None)
         if more and self.rests[0] is not None:
@@ -93,10 +102,13 @@ class _Backward:
             for x, size in zip((means, covariances, whitenings), saved, strict=True)
         )
 
+    def _kernel(self, name: str, **definitions: int) -> Callable:
+        shape = {"KEYS": self.keys, "VALUES": self.values, **definitions}
+        return nvrtc.kernel(FOLDER, f"backward_{name}", self.device.index or 0, **shape)
+
     def _launch(self, name: str, blocks: int, *arguments: Any, **definitions: int) -> None:
         if blocks:
-            shape = {"KEYS": self.keys, "VALUES": self.values, **definitions}
-            nvrtc.kernel(FOLDER, f"backward_{name}", self.device.index or 0, **shape)(blocks, *arguments)
+            self._kernel(name, **definitions)(blocks, *arguments)
 
     def _split(self, *shape: int) -> Tensor:
         return self.q.new_empty((self.cut.chunks, self.heads, 2, *shape))
@@ -109,16 +121,42 @@ class _Backward:
             return self.g.new_zeros((*like.shape[:2], *size))
         return _fit(d, torch.float32, 0, size[1] - d.shape[-1], 0, size[0] - d.shape[-2])
 
-    def _careful(self, d_output: Tensor, known: list, places: list, scales: Tensor, *, later: bool) -> None:
-        """Chunks that 22 bits are too few for, before the recursions or after them."""
-        rooms = min(self.cut.chunks * self.heads, CAREFUL_BLOCKS)
-        size = CHUNK * (8 * self.keys + 3 * self.values + 5 * CHUNK)
+    def _careful(self, phase: int, d_output: Tensor, known: list, places: list, scales: Tensor) -> None:
+        """Chunks that 22 bits are too few for: before the recursions, between them, and after them."""
+        most, per_key, per_value, per_token = (96, 3, 2, 3) if phase == 1 else (CAREFUL_BLOCKS, 8, 3, 5)
+        rooms = min(self.cut.chunks * self.heads, most)
+        size = CHUNK * (per_key * self.keys + per_value * self.values + per_token * CHUNK)
         self._launch(
             "careful", rooms, self.q, self.k, self.v, d_output, self.g, self.process, self.observation, self.means,
             self.covariances, *self.rests, self.whitenings, self.cut.table, *known, *places, scales,
-            self.q.new_empty((rooms, size), dtype=torch.float64), self.cut.chunks, self.heads, self.scale,
-            LAST_STEP=int(later),
+            self.q.new_empty((rooms, size), dtype=torch.float64), self.cut.chunks, self.heads, phase,
+            self.scale,
         )  # fmt: skip
+
+    def _walk(self, gain, closed, source, vectors, d_final, between, scales) -> Tensor:
+        """The recursion of the covariances: in one kernel, or, of more keys than a block can hold, a chunk a launch."""
+        keys, items, first, heads = self.keys, self.cut.sequences * self.heads, self.cut.first, self.heads
+        if keys <= IN_ONE_BLOCK:
+            d_initial = torch.empty_like(d_final)
+            self._launch(
+                "covariance", items, gain, closed, source, self.covariances, vectors, d_final, first, between, scales,
+                d_initial, heads,
+            )  # fmt: skip
+            return d_initial
+        d_initial, parts = d_final.clone(), keys // CHUNK
+        reached, sources = self.g.new_empty((2, items, CHUNK, keys))
+        sums = self.g.new_empty((items, 2, parts))
+        if self.steps and (blocks := items * parts):
+            reach, step = self._kernel("reach"), self._kernel("step")
+            for n in range(self.steps):
+                reach(
+                    blocks, gain, source, self.covariances, scales, d_initial, first, reached, sources, sums, heads, n
+                )
+                step(
+                    blocks, gain, closed, source, vectors, scales, reached, sources, sums, first, between, d_initial,
+                    heads, n,
+                )  # fmt: skip
+        return d_initial
 
     def run(self, d_output, d_mean, d_covariance, mean, covariance) -> tuple[Tensor, ...]:
         keys, values, heads, table = self.keys, self.values, self.heads, self.cut.table
@@ -137,11 +175,7 @@ class _Backward:
             self.covariances, self.whitenings, table, gain, closed, read, innovation, weights, vectors, scales, heads,
             scale,
         )  # fmt: skip
-        # Of careful chunks what float32 leaves of L^-1.
-        rest = self.q.new_empty((self.cut.chunks, heads, CHUNK, CHUNK), dtype=torch.float16)
-        self._careful(
-            d_output, [None] * 3, [gain, closed, read, innovation, weights, rest, *[None] * 5], scales, later=False
-        )
+        self._careful(0, d_output, [None] * 3, [gain, closed, read, innovation, weights, *[None] * 6], scales)
         d_means, d_innovation = self._new(values, keys), self._split(CHUNK, wide)
         d_first = torch.empty_like(d_mean)
         of_sequences = self.cut.sequences * heads
@@ -163,19 +197,18 @@ class _Backward:
             "source", blocks, self.q, closed, d_weights, products, d_means, self.means, vectors, table, innovation,
             source, scales, heads, scale,
         )  # fmt: skip
-        between, d_initial = weights, torch.empty_like(d_covariance)
-        self._launch(
-            "covariance", of_sequences, gain, closed, source, self.covariances, vectors, d_covariance, self.cut.first,
-            between, scales, d_initial, heads,
-        )  # fmt: skip
+        places = [gain, closed, source, innovation, None, d_weights, *[None] * 5]
+        self._careful(1, d_output, [d_means, None, None], places, scales)
+        between = weights
+        d_initial = self._walk(gain, closed, source, vectors, d_covariance, between, scales)
         rooms = min(of_sequences, CAREFUL_BLOCKS)
         size = keys * keys + 3 * CHUNK * keys + CHUNK * CHUNK
         self._launch(
             "careful_covariance", rooms, self.k, self.g, self.observation, self.covariances, *self.rests,
-            self.whitenings, rest, gain, source, d_covariance, table, self.cut.first, between, scales, d_initial,
-            self.g.new_empty((rooms, size), dtype=torch.float64), self.cut.sequences, heads,
+            self.whitenings, d_weights, gain, closed, source, innovation, d_covariance, table, self.cut.first, between,
+            scales, d_initial, self.g.new_empty((rooms, size), dtype=torch.float64), self.cut.sequences, heads,
         )  # fmt: skip
-        del closed, rest
+        del closed, places
         self._launch(
             "known", blocks, self.q, self.k, self.whitenings, vectors, between, gain, table, d_weights, products,
             innovation, source, scales, heads, scale,
@@ -187,7 +220,7 @@ class _Backward:
             d_weights, innovation, source, d_innovation, scales, table, *found, heads, scale,
         )  # fmt: skip
         del innovation, d_innovation, d_weights, products
-        self._careful(d_output, [d_means, between, source], [*[None] * 6, *found], scales, later=True)
+        self._careful(2, d_output, [d_means, between, source], [*[None] * 6, *found], scales)
         dq, dk, dg, d_process, d_observation = found
         found = [
             d[..., : x.shape[-1]].contiguous() if d.dim() == 4 else d.to(x.dtype).reshape(x.shape)

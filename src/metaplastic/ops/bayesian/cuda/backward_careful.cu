@@ -1,10 +1,12 @@
-// The chunks that backward_open.cu marks, in float64: those that might find a token far less certain than its noise.
-// There A may be 1 + something large, from which L^-1 takes large numbers, or W what is left of large ones, and 22 bits of
-// the rest are too few.
+// The chunks that backward_open.cu marks, in float64: those that might find a token far less certain than its noise, or
+// have one far more certain than the least certain key is. There A may be 1 + something large, from which L^-1 takes
+// large numbers, or W what is left of large ones, and 22 bits of the rest are too few.
 //
-// LAST_STEP 0, after backward_open.cu: what the recursions need, U, G, F and e and Z, in the place of what is there, and
-// L^-1 (that of the covariances is backward_careful_covariance.cu).
-// LAST_STEP 1, instead of backward_known.cu and backward_inputs.cu: the gradients of q, k, the decay and both noises. L^-1
+// Phase 0, after backward_open.cu: what the recursions need, U, G, F and e and Z, in the place of what is there.
+// Phase 1, after backward_source.cu: R once more. Of it, and of what later chunks send, the gradient of a prior that
+// they have all but erased is a millionth: for backward_careful_covariance.cu what 22 bits leave of U and R, and float32
+// of L^-1, takes the place of G, of dU0 and of dZ, needed till now.
+// Phase 2, instead of backward_known.cu and backward_inputs.cu: the gradients of q, k, the decay and both noises. L^-1
 // is applied first to what it makes small, and nothing is subtracted that was added before:
 //     dW = L^-T (dZ^T Qg + last dU - H G / 2)
 //     dKg = dW P0 - L^-T H (L^-1 W) / 2 - dVt M0^T          dQg = dZ (L^-1 W) + dY M0^T
@@ -12,9 +14,10 @@
 // All else as in backward_inputs.cu. A few blocks look through all chunks; rooms are in device memory.
 #include "backward_careful.cuh"
 
-// Matrices of a block in device memory, 64 rows of double.
+// Matrices of a block in device memory, 64 rows of double; in phase 1, when memory is short, some take another's place.
 constexpr i64 OF_KEYS = C * KEYS, OF_VALUES = C * VALUES, OF_TOKENS = C * C;
 constexpr i64 ROOM = 8 * OF_KEYS + 3 * OF_VALUES + 5 * OF_TOKENS;
+constexpr i64 SMALL_ROOM = 3 * OF_KEYS + 2 * OF_VALUES + 3 * OF_TOKENS;
 enum { DECAY, ENTRY, TAIL, GATHERED, ADDED, ROOT, SCALED, ROWS };  // of every token, double
 constexpr int WORDS = 2 * (3 * C * LINE + ROWS * C + 2 * C + STAGE) + 8;
 extern "C" __device__ const int launch_shape[2] = {THREADS, 4 * WORDS};
@@ -22,10 +25,10 @@ extern "C" __device__ const int launch_shape[2] = {THREADS, 4 * WORDS};
 extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_careful(
     const u16* q, const u16* k, const u16* v, const u16* d_output, const float* log_decay, const float* process,
     const float* observation, const float* means, const float* covariances, const signed char* rests,
-    const int* entry_careful, const float* whitenings, const i64* table, const float* d_means, const u16* between,
-    const u16* reached, u16* gain, u16* closed, u16* read, u16* innovation, u16* weights, u16* whitening_rests,
+    const int* entry_careful, const float* whitenings, const i64* table, const float* d_means, const u16* square,
+    const u16* reached, u16* gain, u16* closed, u16* read, u16* innovation, u16* weights, float* whitening_rests,
     u16* dq, u16* dk, float* dg, float* d_process, float* d_observation, float* scales, double* rooms, int chunks,
-    int heads, double scale) {
+    int heads, int phase, double scale) {
     SHARED;
     double *const ratio = (double*)shared, *const L = ratio + C * LINE, *const inverse = L + C * LINE;
     double *const decay = inverse + C * LINE, *const entry = decay + ENTRY * C, *const tail = decay + TAIL * C;
@@ -34,9 +37,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_careful(
     double* const stage = others + C;
     Peaks peaks(stage + STAGE);
     const int thread = threadIdx.x;
-    double* const room = rooms + blockIdx.x * ROOM;
-    double *const W = room, *const LW = W + OF_KEYS, *const U = LW + OF_KEYS, *const G = U + OF_KEYS;
-    double *const e = G + 5 * OF_KEYS, *const Z = e + 3 * OF_VALUES;
+    const bool between = phase == 1;
+    double* const room = rooms + blockIdx.x * (between ? SMALL_ROOM : ROOM);
+    double *const W = room, *const LW = W + OF_KEYS, *const U = LW + OF_KEYS, *const G = between ? W : U + OF_KEYS;
+    double *const e = between ? U + OF_KEYS : G + 5 * OF_KEYS, *const Z = e + (between ? 2 : 3) * OF_VALUES;
 
     for (i64 index = blockIdx.x; index < (i64)chunks * heads; index += gridDim.x) {
         float* const number = scales + index * SCALES;
@@ -118,12 +122,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_careful(
             }
         __syncthreads();
         product<KEYS, PLAIN>(stage, C, inverted, in(W, KEYS), to(LW, KEYS));
-        product<KEYS, PLAIN>(stage, C, inverted, entered, to(G, KEYS));
         product<C, B_TURNED>(stage, KEYS, query, [&](int d, int s) { return W[s * KEYS + d]; },
             [&](int t, int s, double x) {
             L[t * LINE + s] = s <= t ? entry[t] * x : 0.;  // from here on X, then Z's part
         });
         __syncthreads();
+        product<KEYS, PLAIN>(stage, C, inverted, entered, to(G, KEYS));
         product<C, B_TURNED>(stage, KEYS, query, [&](int d, int s) { return own_key(s, d); },
             [&](int t, int s, double x) {
             L[t * LINE + s] += ratio[t * LINE + s] * gathered[s] * x;
@@ -142,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_careful(
         });
         product<VALUES, PLAIN>(stage, C, inverted, in(residual, VALUES), to(e, VALUES));
         __syncthreads();
-        if (!LAST_STEP) {
+        if (phase == 0) {
             double* const F = W;
             product<KEYS, PLAIN>(stage, C, in(Z, C), in(G, KEYS), [&](int t, int d, double x) {
                 F[t * KEYS + d] = entry[t] * query(t, d) - x;
@@ -153,20 +157,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_careful(
             give<KEYS>(read + index * 2 * C * KEYS, number + READ, F, peaks);
             give<C>(weights + index * 2 * C * C, number + WEIGHTS, Z, peaks);
             give<VALUES>(innovation + index * 2 * C * WIDE, number + INNOVATION, e, peaks);
-            for (int at = thread; at < C * C; at += THREADS) {
-                const i64 to = index * C * C + at;
-                whitening_rests[to] = float_to_half((float)(0x1p20 * (inverse[at / C * LINE + at % C] - whitenings[to])));
-            }
             continue;
         }
         double *const D = e + OF_VALUES, *const de = D + OF_VALUES;
-        double *const d_sent = W, *const d_gain = G + OF_KEYS, *const d_spread = d_gain + OF_KEYS;
+        double *const d_sent = W, *const d_gain = between ? LW : G + OF_KEYS, *const d_spread = d_gain + OF_KEYS;
         double *const d_key = d_spread + OF_KEYS, *const d_query = d_key + OF_KEYS;
         double *const dZ = Z + OF_TOKENS, *const H = dZ + OF_TOKENS, *const dX = H + OF_TOKENS,
             *const dA = dX + OF_TOKENS;
         const float* const dm = d_means + index * KEYS * VALUES;  // dM^T, after the chunk
         auto reads = [&](int t, int c) { return of_token(d_output, t, c, VALUES); };
-        const u16 *const y = reached + index * 2 * C * KEYS, *const s_of = between + index * 2 * C * C;
+        const u16 *const y = reached + index * 2 * C * KEYS, *const s_of = square + index * 2 * C * C;
         const float y_down = number[SOURCE], s_down = number[WEIGHTS];
         product<VALUES, B_TURNED>(stage, KEYS, in(U, KEYS),
             [&](int d, int c) { return (double)dm[c * KEYS + d]; }, to(D, VALUES));
@@ -175,30 +175,50 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_careful(
             dZ[t * C + s] = s <= t ? x : 0.;
         });
         product<KEYS, PLAIN>(stage, VALUES, in(e, VALUES), [&](int c, int d) { return (double)dm[c * KEYS + d]; },
-                      [&](int t, int d, double x) { d_gain[t * KEYS + d] = x - 2. * element(y, KEYS, y_down, t, d); });
+                      [&](int t, int d, double x) {
+            d_gain[t * KEYS + d] = x - (between ? 0. : 2. * element(y, KEYS, y_down, t, d));
+        });
         __syncthreads();
         product<C, B_TURNED>(stage, VALUES, in(D, VALUES), [&](int c, int s) { return e[s * VALUES + c]; }, to(H, C));
-        product<VALUES, A_TURNED>(stage, C, turned(Z, C), reads, [&](int t, int c, double x) {
-            de[t * VALUES + c] = D[t * VALUES + c] + x;
-        });
+        if (!between)
+            product<VALUES, A_TURNED>(stage, C, turned(Z, C), reads, [&](int t, int c, double x) {
+                de[t * VALUES + c] = D[t * VALUES + c] + x;
+            });
         __syncthreads();
         product<C, A_TURNED>(stage, C, turned(dZ, C), in(Z, C), [&](int t, int s, double x) { H[t * C + s] += x; });
         __syncthreads();
         for (int at = thread; at < C * C; at += THREADS) {
             const int t = at / C, s = at % C;
             if (s > t) continue;
-            const double x = H[t * C + s] + H[s * C + t] - 2. * element(s_of, C, s_down, t, s);
+            const double x = H[t * C + s] + H[s * C + t] - (between ? 0. : 2. * element(s_of, C, s_down, t, s));
             H[t * C + s] = x, H[s * C + t] = x;
         }
         __syncthreads();
-        double* const R = d_key;  // of dW = L^-T R
+        double* const R = between ? d_gain : d_key;  // of dW = L^-T R
         product<KEYS, A_TURNED>(stage, C, turned(dZ, C), [&](int t, int d) { return entry[t] * query(t, d); },
                       [&](int t, int d, double x) { R[t * KEYS + d] = x + last * d_gain[t * KEYS + d]; });
-        product<C, PLAIN>(stage, C, in(H, C), inverted, [&](int t, int s, double x) { L[t * LINE + s] = x; });
-        product<C, PLAIN>(stage, C, in(dZ, C), inverted, to(dX, C));
         __syncthreads();
         product<KEYS, PLAIN>(stage, C, in(H, C), in(G, KEYS),
             [&](int t, int d, double x) { R[t * KEYS + d] -= .5 * x; });
+        if (between) {
+            u16* const source = read + index * 2 * C * KEYS;
+            __syncthreads();
+            give<KEYS>(source, number + SOURCE, R, peaks);
+            __syncthreads();
+            auto left = [&](float* to, const u16* from, float down, const double* exact) {
+                for (int at = thread; at < C * KEYS; at += THREADS)
+                    to[at] = (float)(exact[at] - element(from, KEYS, down, at / KEYS, at % KEYS));
+            };
+            left((float*)(closed + index * 2 * C * KEYS), gain + index * 2 * C * KEYS, number[GAIN], U);
+            left((float*)(innovation + index * 2 * C * WIDE), source, number[SOURCE], R);
+            for (int at = thread; at < C * C; at += THREADS) {
+                const i64 to = index * C * C + at;
+                whitening_rests[to] = (float)(inverse[at / C * LINE + at % C] - whitenings[to]);
+            }
+            continue;
+        }
+        product<C, PLAIN>(stage, C, in(H, C), inverted, [&](int t, int s, double x) { L[t * LINE + s] = x; });
+        product<C, PLAIN>(stage, C, in(dZ, C), inverted, to(dX, C));
         product<C, A_TURNED>(stage, C, inverted_turned, [&](int t, int s) { return L[t * LINE + s]; },
                    [&](int t, int s, double x) { dA[t * C + s] = -.5 * x; });
         product<KEYS, PLAIN>(stage, C, in(H, C), in(LW, KEYS), to(U, KEYS));  // H L^-1 W

@@ -1,9 +1,9 @@
 // The recursion of the covariances' gradients (backward_covariance.cu) of sequences that have a careful chunk, in float64.
 // There P after a chunk may be a thousandth of what it was before and its gradient as much larger, of which
 //     Y = P U^T     S = U Y     Z = last Y - (R^T + G^T S) / 2     P0 = last^2 P - Z G - (Z G)^T
-// takes nearly all away again. 22 bits of U and R are enough, but G's rows must lie where the keys do: G is L^-1 times
-// keys and decays as they are, with L^-1 in float64 where a chunk is careful. A few blocks walk all such heads; rooms are
-// in device memory.
+// takes nearly all away again. G's rows must lie where the keys do: G is L^-1 times keys and decays as they are. Where a
+// chunk is careful L^-1 is in float64, and U and R nearly so. A few blocks walk all such heads; rooms are in device
+// memory.
 #include "backward_careful.cuh"
 
 constexpr i64 ROOM = KEYS * KEYS + 3 * C * KEYS + C * C;
@@ -13,8 +13,8 @@ extern "C" __device__ const int launch_shape[2] = {THREADS, 4 * WORDS};
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_careful_covariance(
     const u16* k, const float* log_decay, const float* observation, const float* covariances, const signed char* rests,
-    const int* entry_careful, const float* whitenings, const u16* whitening_rests, const u16* gain, u16* source,
-    const float* d_final, const i64* table, const i64* chunks, u16* between, float* scales, float* d_initial,
+    const int* entry_careful, const float* whitenings, const float* whitening_rests, const u16* gain,
+    const u16* gain_rests, u16* source, const u16* source_rests, const float* d_final, const i64* table, const i64* chunks, u16* between, float* scales, float* d_initial,
     double* rooms, int sequences, int heads) {
     SHARED;
     double *const decay = (double*)shared, *const entry = decay + ENTRY * C, *const root = decay + ROOT * C;
@@ -66,12 +66,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_careful_covari
                 for (int i = 0; i < THREADS / 32; i++) with_prior += sums[i], trace += sums[8 + i];
                 number[WITH_COVARIANCE] = (float)with_prior, number[TRACE] = (float)trace;
             }
-            auto u_at = [&](int t, int i) { return element(u, KEYS, u_down, t, i); };
+            const float *const u_rest = (const float*)(gain_rests + index * 2 * C * KEYS);
+            const float *const r_rest = (const float*)(source_rests + index * 2 * C * WIDE);
+            auto both = [&](const u16* x, float down, const float* rest, int t, int i) {
+                return element(x, KEYS, down, t, i) + (careful ? rest[t * KEYS + i] : 0.f);
+            };
+            auto u_at = [&](int t, int i) { return both(u, u_down, u_rest, t, i); };
             product<KEYS, PLAIN>(stage, C,
                 [&](int t, int s) {
                     const i64 at = index * C * C + t * C + s;
-                    const double inverse = 
-                        (double)whitenings[at] + (careful ? 0x1p-20 * half_to_float(whitening_rests[at]) : 0.);
+                    const double inverse = (double)whitenings[at] + (careful ? whitening_rests[at] : 0.f);
                     return s > t ? 0. : entry[s] * root[s] * inverse;
                 },
                 [&](int s, int i) {
@@ -87,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_careful_covari
             product<KEYS, PLAIN>(stage, C, [&](int t, int s) { return s_of[t * C + s]; },
                 [&](int s, int i) { return G[s * KEYS + i]; },
                 [&](int t, int i, double x) {
-                    z[t * KEYS + i] = last * y[t * KEYS + i] - .5 * (element(r, KEYS, r_down, t, i) + x);
+                    z[t * KEYS + i] = last * y[t * KEYS + i] - .5 * (both(r, r_down, r_rest, t, i) + x);
                 });
             __syncthreads();
             give<KEYS>(r, number + SOURCE, y, peaks);

@@ -20,7 +20,7 @@ enum { OF_KEYS, OF_W, OF_READS, OF_QUERIES, OF_ACROSS, OF_AMONG, OF_LATER_KEYS, 
 constexpr int WORDS = Exact<KEYS>::words + LEFT + MIDDLE + RIGHT + SUMS + 3 * C + 8 * TILES + VECTORS * C;
 extern "C" __device__ const int launch_shape[2] = {THREADS, 4 * WORDS};
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2) backward_inputs(
+extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE) backward_inputs(
     const u16* q, const u16* k, const u16* d_output, const float* log_decay, const float* means,
     const float* covariances, const float* vectors, const u16* d_known, const u16* d_crossed, const u16* d_sent,
     const u16* d_spread, const u16* d_residual, const float* scales, const i64* table,

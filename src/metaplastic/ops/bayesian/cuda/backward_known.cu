@@ -14,7 +14,7 @@ enum { OF_H, OF_DU, OF_INNER, OF_DX, OF_SCALED_DX, OF_DB, OF_DA, OF_SCALED_DA, O
 constexpr int WORDS = 3 * Square::words + ROOM + 8 * TILES + VECTORS * C;
 extern "C" __device__ const int launch_shape[2] = {THREADS, 4 * WORDS};
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2) backward_known(
+extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE) backward_known(
     const u16* q, const u16* k, const float* whitenings, const float* vectors, const u16* between, const u16* gain,
     const i64* table,
     u16* d_weights, u16* products, u16* d_gain, u16* reached, float* scales, int heads, double scale_) {

@@ -9,9 +9,10 @@
 using Wide = Split<C, KEYS>;
 using Reads = Exact<BLOCK_COLUMNS>;  // bf16, until it is in registers
 constexpr int OWN = KEYS / 2;  // keys of a warp
-constexpr int STAGE = 3 * Wide::words + Reads::words;  // one chunk is read while the next arrives
-constexpr int EXCHANGED = THREADS * C / 2;              // takes the place of U if it can
-constexpr int WORDS = 2 * STAGE + (EXCHANGED > Wide::words ? EXCHANGED : 0);
+constexpr int STAGE = 3 * Wide::words + Reads::words;
+constexpr int STAGES = KEYS > 128 ? 1 : 2;  // one chunk is read while the next arrives, if there is room
+constexpr int EXCHANGED = THREADS * C / 2;  // takes the place of U if it can
+constexpr int WORDS = STAGES * STAGE + (EXCHANGED > Wide::words ? EXCHANGED : 0);
 extern "C" __device__ const int launch_shape[2] = {THREADS, 4 * WORDS};
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_mean(
@@ -46,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_mean(
 #pragma unroll
             for (int r = 0; r < 4; r++) d[n][r] *= by;
     };
-    auto stage = [&](i64 chunk) { return shared + (chunk - first) % 2 * STAGE; };
+    auto stage = [&](i64 chunk) { return shared + (chunk - first) % STAGES * STAGE; };
     auto fetch_all = [&](i64 chunk) {
         i64 token = table[2 * chunk], index = chunk * heads + head;
         int tokens = (int)table[2 * chunk + 1];
@@ -71,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_mean(
         u32* now = stage(chunk);
         Wide u(now), closing(now + Wide::words), reading(now + 2 * Wide::words);
         Reads reads(now + 3 * Wide::words);
-        float4* exchange = (float4*)(EXCHANGED > Wide::words ? shared + 2 * STAGE : now) + lane;
+        float4* exchange = (float4*)(EXCHANGED > Wide::words ? shared + STAGES * STAGE : now) + lane;
         float* state = d_means + index * KEYS * VALUES;
         float last = vectors[index * VECTORS * C + C - 1], most = 0.f;
         float gain_down = number[GAIN], closed_down = number[CLOSED], read_down = number[READ];
@@ -82,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_mean(
         Scale of_state(largest_of_warp(most));
         copies_arrived();
         __syncthreads();
-        if (chunk > first) fetch_all(chunk - 1);
+        if (STAGES == 2 && chunk > first) fetch_all(chunk - 1);
         float x[C / 8][4];
 #pragma unroll
         for (int n = 0; n < C / 8; n++)
@@ -156,6 +157,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_mean(
             for (int n = 0; n < OWN / 16; n++) multiply_pair(d[2 * n], d[2 * n + 1], a[k / 16], bh[n]);
         }
         times(of_reads.down * read_down);
+        if (STAGES == 1 && chunk > first) {
+            __syncthreads();
+            fetch_all(chunk - 1);
+        }
     }
 #pragma unroll
     for (int n = 0; n < OWN / 8; n++) write(d_initial + (sequence * heads + head) * KEYS * VALUES, n);

@@ -15,7 +15,7 @@ enum { OF_KEYS, OF_QUERIES, OF_COVARIANCE, OF_KEY_SCALES, OF_W, OF_B, OF_X, OF_Z
 constexpr int WORDS = Exact<KEYS>::words + Square::words + 2 * ROOM + MAIN + 6 * C + 8 * TILES;
 extern "C" __device__ const int launch_shape[2] = {THREADS, 4 * WORDS};
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2) backward_open(
+extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE) backward_open(
     const u16* q, const u16* k, const u16* v, const float* log_decay, const float* process, const float* observation,
     const float* means, const float* covariances, const float* whitenings, const i64* table,
     u16* gain, u16* closed, u16* read, u16* innovation, u16* weights, float* vectors, float* scales, int heads,
@@ -111,7 +111,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) backward_open(
             if (thread == 0) number[COVARIANCE] = of_state.down;
         }
         __syncthreads();
-        peaks.see(OF_VARIANCES, thread < C ? sum_of_four(variances) : 0.f);
+        float variance = 0.f;
+        if (thread < C) {
+            variance = sum_of_four(variances);
+            Two both = whitening.get(thread, thread & ~1);  // 1 / L_tt, whose square is 1 + the token's variance
+            float x = of_inverse.down * (thread & 1 ? both.y : both.x), square = x * x;
+            if (variance > NEGLIGIBLE && 1.f - square < SMALLEST_SHARE * variance * square)
+                variance = 2.f * LARGEST_VARIANCE;
+        }
+        peaks.see(OF_VARIANCES, variance);
         Scale of_spread = peaks.scale(OF_W);
         float added[4];
         sent.of_rows(added, [&](int t) { return tail[t] * gathered[t] * white[t] * key_down; });

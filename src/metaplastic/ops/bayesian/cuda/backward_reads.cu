@@ -16,7 +16,7 @@ enum { OF_READS, OF_D, OF_DZ, OF_DE, OF_H, OF_DV, TILES };
 constexpr int WORDS = LEFT + MAIN + SIDE + Square::words + 4 * C + 8 * TILES + C;
 extern "C" __device__ const int launch_shape[2] = {THREADS, 4 * WORDS};
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2) backward_reads(
+extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE) backward_reads(
     const u16* d_output, const u16* innovation, const u16* weights, const float* whitenings,
     const float* vectors, const i64* table, u16* d_innovation, u16* d_weights, u16* products, u16* dv,
     float* scales, int heads) {

@@ -14,7 +14,7 @@ enum { OF_QUERIES, OF_ENTRY, OF_DU, OF_R, OF_DM, TILES = OF_DM + VALUES / SLICE 
 constexpr int WORDS = Main::words + SIDE + 2 * ROOM + 8 + 8 * TILES + C;
 extern "C" __device__ const int launch_shape[2] = {THREADS, 4 * WORDS};
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2) backward_source(
+extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE) backward_source(
     const u16* q, const u16* closed, const u16* d_weights, const u16* products, const float* d_means,
     const float* means, const float* vectors, const i64* table, u16* innovation, u16* source, float* scales, int heads,
     double scale_) {

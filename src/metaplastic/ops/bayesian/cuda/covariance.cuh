@@ -7,8 +7,8 @@
 // after another, while the others take the last block out of B, out of the rest of A and out of P. With its three
 // neighbours, which also load the next chunk, it makes the first block, before the others have the rest of A.
 // WIDE: a warp has twice 16 rows, whose P it reads and updates in memory, and nothing is loaded ahead.
-// Marks heads that have a chunk which float32 is too little for; with CAREFUL it is their turn, and from such a chunk on
-// the helpers make U, in float64, and P is kept in two parts (covariance_careful.cuh).
+// With CAREFUL it is the turn of heads that have a chunk which float32 is too little for (care.cuh): the helpers make
+// its U in float64, and from there on P is kept in two parts (covariance_careful.cuh).
 #pragma once
 #include "covariance_careful.cuh"
 
@@ -63,7 +63,8 @@ struct CovarianceMemory {  // in words
     static constexpr int KEY = 0, KNOWN = KEY + BUFFERS * C * KEY_ROW, VECTOR = KNOWN + BUFFERS * C * ROW;
     static constexpr int FACTOR = VECTOR + 2 * VECTORS, SPREAD = FACTOR + C * ROW;
     static constexpr int GAIN = WIDE ? SPREAD : SPREAD + C * SPREAD_ROW;  // W is no longer needed where U begins
-    static constexpr int PART = GAIN + KEYS * ROW, BARRIER = PART + 4 * 256, CERTAIN = BARRIER + 28, EXACT = CERTAIN + 4;
+    static constexpr int PART = GAIN + KEYS * ROW, BARRIER = PART + 4 * 256, CERTAIN = BARRIER + 28;
+    static constexpr int LARGEST = CERTAIN + 4, EXACT = LARGEST + (CAREFUL ? 64 : 0);
     static constexpr int WORDS = EXACT + (WIDE || !CAREFUL ? 0 : 2 * CAREFUL_ROOM);
 };
 
@@ -141,16 +142,22 @@ __device__ __forceinline__ void filter_covariance(u32* shared, const Scan& scan,
     }
     __syncthreads();
     int care = 0;  // parity of these two
-    auto careful = [&] { return CAREFUL && !WIDE && hard(factors, lane); };
-    float* const rest = scan.rests + (i64)room * KEYS * (KEYS + ROW + 2 * C);
-    float *const gain_rest = rest + KEYS * KEYS, *const taken = gain_rest + KEYS * ROW;
-    double* const exact_spread = (double*)taken;  // a chunk needs one of them
     auto slot = [&](i64 c) { return c * streams + stream; };
     auto odd = [&](i64 c) { return (int)(c - begin) & 1; };
     auto keys_of = [&](i64 c) { return shared + At::KEY + odd(c) % BUFFERS * C * KEY_ROW; };
     auto known_of = [&](i64 c) { return (float*)(shared + At::KNOWN) + odd(c) % BUFFERS * C * ROW; };
+    float* const largest = (float*)(shared + At::LARGEST);  // CAREFUL: on P's diagonal, some by every warp
+    float* const rest = scan.rests + (i64)room * KEYS * (KEYS + ROW + 2 * C);
+    float *const gain_rest = rest + KEYS * KEYS, *const taken = gain_rest + KEYS * ROW;
+    double* const exact_spread = (double*)taken;  // a chunk needs one of them
     float* const final = scan.final_covariance + (i64)item * KEYS * KEYS;
     auto vectors_of = [&](i64 c) { return (float*)(shared + At::VECTOR) + odd(c) * VECTORS; };
+    auto hard = [&](i64 c) -> u64 {  // its hard tokens, if it is the turn of such chunks
+        if (!CAREFUL || WIDE) return 0;
+        const float most = largest_of_warp(fmaxf(largest[lane], largest[lane + 32]));
+        const float at_most = *certain ? LARGEST_AFTERWARDS : LARGEST_VARIANCE;
+        return hard_tokens(factors, keys_of(c), vectors_of(c), most, at_most, lane);
+    };
 
     if (warp >= MAIN) {
         fewer_registers<72>();
@@ -172,10 +179,11 @@ __device__ __forceinline__ void filter_covariance(u32* shared, const Scan& scan,
         // In the end, if need be: U once more.
         auto with_care = [&](i64 c) {
             __syncwarp();
-            if (!careful()) return;
+            const u64 tokens = hard(c);
+            if (!tokens) return;
             wait_for(of_care, care);
             careful_gains((double*)(shared + At::EXACT), scan, slot(c), exact_spread, keys_of(c), vectors_of(c), gain,
-                          gain_rest, factors, helping, threadIdx.x - 32 * MAIN);
+                          gain_rest, factors, tokens, helping, threadIdx.x - 32 * MAIN);
             if (threadIdx.x == 32 * MAIN) *certain = 1;
             copies_may_follow();
             barrier_arrive(of_care + 1), care ^= 1;
@@ -248,7 +256,6 @@ __device__ __forceinline__ void filter_covariance(u32* shared, const Scan& scan,
             if (!WIDE && c + 1 < end) load(c + 1);
             wait_for(factored_all, parity);
             with_care(c);
-            if (!CAREFUL && helper == 1 && hard(factors, lane)) scan.hard[item] = 1;
             wait_for(gained, parity);
             if (WIDE && c + 1 < end) load(c + 1);
             if (own == 0) {
@@ -332,6 +339,14 @@ __device__ __forceinline__ void filter_covariance(u32* shared, const Scan& scan,
                 b[share][n][2 + j] = fmaf(last_8, y, sent(scan, slot(c), keys, vectors, s, d0 + 8));
             }
         }
+        if (CAREFUL && !WIDE && t == g / 2) {
+            float most = 0.f;
+            UNROLL for (int n = 0; n < KEYS / 8; n++) {
+                const float* const p = P[WIDE ? 0 : n] + n % 2 * 2;
+                if (n / 2 == warp) most = fmaxf(most, g & 1 ? p[1] : p[0]);
+            }
+            largest[8 * warp + g] = most;
+        }
         copies_may_follow();
         barrier_arrive(spread_there), meet(HOLDERS, 32 * MAIN);
         {
@@ -355,7 +370,7 @@ __device__ __forceinline__ void filter_covariance(u32* shared, const Scan& scan,
                 float* const to = factors + (16 * i + g) * ROW + 16 * J + half + 2 * t;
                 put_pair(to, x[0], x[1]), put_pair(to + 8 * ROW, x[2], x[3]);
             }
-            if (J == 3 && careful()) {
+            if (J == 3 && hard(c)) {
                 carefully = true;
                 if (!WIDE && holds(0)) {
                     write_rows(P, final, row_of(0), t);

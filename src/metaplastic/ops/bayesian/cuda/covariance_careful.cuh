@@ -1,12 +1,13 @@
-// U of a chunk where a token is far less certain than its noise, in float64, by the four helping warps.
+// U of a chunk where a token may be far less certain than its noise, or is far more certain than the least certain key
+// is, in float64, by the four helping warps.
 //
-// There A = 1 + something large, and L^-1 takes large numbers from each other: in float32 every row of U would have
-// errors of its own, along directions that no key corrects, and M keeps what is written there. W (by the warps that hold
-// P), A, its factor and L^-1 are made once more from P, keys and decays as they are. From there on a key may be far
-// more certain than others, P k what is left of large numbers: to the sequence's end P is the sum of two float32
-// numbers, and W is summed in float64.
+// In the first case A may be 1 + something large, and L^-1 takes large numbers from each other: in float32 every row of
+// U would have errors of its own, along directions that no key corrects, and M keeps what is written there. In the
+// second P k is what is left of large numbers. W (by the warps that hold P), A, its factor and L^-1 are made once more
+// from P, keys and decays as they are. From there to the sequence's end P is the sum of two float32 numbers, and W is
+// summed in float64.
 #pragma once
-#include "shapes.cuh"
+#include "care.cuh"
 
 enum { ALL = 1, HOLDERS = 2 };  // who meets; HOLDERS: warps 0 to 7
 
@@ -24,13 +25,6 @@ __device__ __forceinline__ void wait_for(u64* barrier, int parity) {
 #endif
 constexpr int AT_A_TIME = 16, LINE = AT_A_TIME + 1, TRIANGLE = C * (C + 1) / 2;
 constexpr int CAREFUL_ROOM = TRIANGLE + C * LINE;  // doubles
-constexpr float LARGEST_PIVOT = 32.f;              // variance of a token over its noise
-
-// Whether a chunk is such a one, from its factor: the inverses of its diagonal blocks have 1 / L_tt on their diagonals.
-__device__ __forceinline__ bool hard(const float* factors, int lane) {
-    const float x = factors[lane * (ROW + 1)], y = factors[(lane + 32) * (ROW + 1)];
-    return __ballot_sync(~0u, LARGEST_PIVOT * x * x < 1.f || LARGEST_PIVOT * y * y < 1.f) != 0;
-}
 
 // By Newton's steps: a division of float64 is a call, which costs all code around it registers.
 __device__ __forceinline__ double inverse_root(double x) {
@@ -111,7 +105,7 @@ __device__ __forceinline__ void careful_spread(const float* P, const float* rest
 
 __device__ __forceinline__ void careful_gains(double* room, const Scan& scan, i64 slot, const double* spread,
                                               const u32* keys, const float* vectors, float* gain, float* gain_rest,
-                                              float* factors, u64* helping, int own) {
+                                              float* factors, u64 hard, u64* helping, int own) {
     double *const L = room, *const slice = room + TRIANGLE;  // L by rows, then L^-1
     const int row = own / 2, from = own % 2 * 8;             // of a slice
     auto at = [](int t, int s) { return t * (t + 1) / 2 + s; };
@@ -160,7 +154,7 @@ __device__ __forceinline__ void careful_gains(double* room, const Scan& scan, i6
     // L = A's columns times these roots; its inverse takes its place row by row. From the first such token on both take
     // the place of the factor, for e and the read-outs: what came before does not know of that token.
     int first = 0;
-    while (LARGEST_PIVOT * factors[first * (ROW + 1)] * factors[first * (ROW + 1)] >= 1.f) first++;
+    while (!(hard >> first & 1)) first++;
     for (int i = first * C + own; i < C * C; i += 128)
         if (i / C / 16 > i % C / 16) factors[i / C * ROW + i % C] = (float)(L[at(i / C, i % C)] * slice[i % C]);
 #pragma unroll 1

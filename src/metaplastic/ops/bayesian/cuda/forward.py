@@ -178,11 +178,11 @@ def _general(
     problem: Problem, output, variance, scale: float, saved: Tensor | None, chunks: int
 ) -> tuple[Scanned, Tensor | None]:
     p, cut = problem, problem.cut
-    given = general.give(p)
+    wanted, keep = variance.numel() > 0, saved is not None
+    given = general.give(p, wanted)
     padded = (F.pad(x, (0, FILL)) for x in (given.keys, given.known))
     keys, known = (x.contiguous() for x in padded)
     ready = (None, keys, given.values.contiguous(), given.sent.contiguous(), known, given.ends)
-    wanted, keep = variance.numel() > 0, saved is not None
     scanned = _scan(p, ready, p.progress(zero=True), True, keep or wanted, chunks)
     assert scanned.means is not None
     factors, spreads, innovations = (x[..., :-FILL] for x in (scanned.factors, scanned.spreads, scanned.innovations))

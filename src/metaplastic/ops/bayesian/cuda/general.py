@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ....rules.bayesian import rotate
 from ...chunks import segment_sums
+from . import key_decays
 from .problem import CHUNK, Problem
 
 
@@ -34,7 +35,7 @@ class Given(NamedTuple):
     ends: Tensor  # [n, H, 3, K']: of the chunk, its whole decay, the noise gathered and what couples pairs
     queries: Tensor  # Qg
     crossed: Tensor
-    spread: Tensor  # q N q [n, H, 1, CHUNK]
+    spread: Tensor | None  # q N q [n, H, 1, CHUNK], for variances
     angle: Tensor | None  # [N, H, K / 2] at the end of every sequence
 
 
@@ -43,17 +44,16 @@ def turn(problem: Problem) -> tuple[Tensor | None, Tensor | None]:
     if problem.rotation is None:
         return None, None
     cut = problem.cut
-    sums = problem.rotation.double().flatten(0, 1)[: cut.tokens].cumsum(0)
-    sums = torch.cat([sums.new_zeros(1, *sums.shape[1:]), sums])
-    chunks = torch.cat([cut.table[:, 0], cut.table.new_full((1,), cut.tokens)])
-    starts = sums[chunks[cut.first[:-1]]]  # of sequences; one without tokens starts where the next one does
-    ends = sums[chunks[cut.first[1:]]] - starts
+    inside = cut.take(problem.rotation.double()).cumsum(-2)
+    sums = F.pad(inside[..., -1, :].cumsum(0), (0, 0, 0, 0, 1, 0))  # before each chunk, all sequences together
+    starts = sums[cut.first[:-1]]  # of sequences; one without tokens starts where the next one does
+    ends = sums[cut.first[1:]] - starts
     own = torch.repeat_interleave(starts, cut.first[1:] - cut.first[:-1], 0, output_size=cut.chunks)
-    inside = cut.take(sums[1:][None]) - own[:, :, None]
+    inside = inside + (sums[:-1] - own)[:, :, None]
     return inside.remainder(2 * math.pi).float(), ends.remainder(2 * math.pi).float()
 
 
-def give(problem: Problem) -> Given:
+def give(problem: Problem, variances: bool = True) -> Given:
     take = problem.cut.take
     q, k, g, process = (take(x.float()) for x in (problem.q, problem.k, problem.g, problem.process_noise))
     g, process = (x if x.dim() == 4 else x[..., None] for x in (g, process))
@@ -63,9 +63,15 @@ def give(problem: Problem) -> Given:
         q, k = (rotate(x[..., None], -inside)[..., 0] for x in (q, k))
         if process.shape[-1] > 1:
             process, pair = _turned(process, inside)
-    entry = g.cumsum(-2).exp()
-    tail = F.pad(g.flip(-2).cumsum(-2).flip(-2)[..., 1:, :], (0, 0, 0, 1)).exp()
-    noise = gathered(g, process)
+    fused = key_decays.KernelDecay.takes(g) and g.shape[-1] > 1
+    if fused:
+        g = g.contiguous()
+        entry, tail = key_decays.ends(g)
+        noise = key_decays.gathered(g, process)
+    else:
+        entry = g.cumsum(-2).exp()
+        tail = F.pad(g.flip(-2).cumsum(-2).flip(-2)[..., 1:, :], (0, 0, 0, 1)).exp()
+        noise = gathered(g, process)
     coupling = None if pair is None else gathered(g[..., ::2], pair).repeat_interleave(2, -1)
 
     def times_noise(x: Tensor) -> Tensor:
@@ -75,7 +81,10 @@ def give(problem: Problem) -> Given:
     white = take(problem.observation_noise).mT[..., None]  # [n, H, G, CHUNK, 1]
     white = white.where(white > 0, 1).rsqrt()
     identity = torch.eye(CHUNK, device=k.device)
-    known, crossed = pairs(torch.stack([k, q]), y, g)[:, :, :, None]
+    if fused:
+        known, crossed = key_decays.pairs(torch.cat([k, q], -2), y, g).mT[:, :, None].split(CHUNK, -2)
+    else:
+        known, crossed = pairs(torch.stack([k, q]), y, g)[:, :, :, None]
 
     def wide(x: Tensor) -> Tensor:
         return x[..., -1, :].expand(*k.shape[:2], k.shape[3])
@@ -89,7 +98,7 @@ def give(problem: Problem) -> Given:
         torch.stack(rows, 2).contiguous(),
         (entry * q)[:, :, None],
         crossed * white.mT,
-        (q * times_noise(q)).sum(-1)[:, :, None],
+        (q * times_noise(q)).sum(-1)[:, :, None] if variances else None,
         ends,
     )
 
@@ -151,7 +160,7 @@ def read(
     crossed = (given.queries @ spreads.mT).tril() + given.crossed
     weights = (crossed @ inverse.mT).tril()
     output = given.queries @ means.mT + weights @ innovations.mT
-    if covariances is None:
+    if covariances is None or given.spread is None:
         return output, None, inverse
     before = ((given.queries @ covariances) * given.queries).sum(-1) + given.spread
     return output, before - weights.square().sum(-1), inverse

@@ -4,9 +4,10 @@
 //
 // Each of warps 0 .. 7 holds 16 columns of M, as rows of M^T in registers, and needs no other warp. Warp 8 awaits the
 // covariance of the next chunk and loads what came of it, the other three load keys, queries and values. Products are
-// of float32 numbers throughout: e is divided by L.
+// of float32 numbers throughout: e is divided by L. One warp of a head also marks it if it has a chunk that float32 is
+// too little for: here nobody waits for that.
 #pragma once
-#include "shapes.cuh"
+#include "care.cuh"
 
 constexpr int VALUES = 16 * MAIN, VALUE_ROW = VALUES / 2 + 4;  // of a block; words
 struct MeanMemory {  // in words, one of two buffers
@@ -70,6 +71,10 @@ __device__ __forceinline__ void filter_mean(u32* shared, const Scan& scan, int i
     const i64 entry = (i64)(item / scan.groups) * KEYS * row + item % scan.groups * size + v0;
     UNROLL for (int n = 0; n < KEYS / 8; n++) UNROLL for (int x = 0; x < 4; x++)
         M[n][x] = scan.mean[entry + (8 * n + 2 * t + (x & 1)) * row + 8 * (x >> 1)];
+    const bool looks = !CAREFUL && !WIDE && warp == 0 && block == 0;
+    const float* const initial = scan.covariance + (i64)item * KEYS * KEYS;
+    // What P's diagonal could be, had no token been seen.
+    float most = looks ? most_of_keys(lane, [&](int d) { return initial[d * (KEYS + 1)]; }) : 0.f;
 #pragma unroll 1
     for (i64 c = begin; c < end; c++) {
         u32* const here = buffer(c);
@@ -135,6 +140,13 @@ __device__ __forceinline__ void filter_mean(u32* shared, const Scan& scan, int i
                 const float decay = last_decay(vectors, 8 * (n0 + n) + 2 * t + (x & 1));
                 M[n0 + n][x] = fmaf(decay, M[n0 + n][x], added[n][x]);
             }
+        }
+        if (looks) {
+            if (hard_tokens(L, here + At::KEY, vectors, most, LARGEST_VARIANCE, lane)) scan.hard[item] = 1;
+            auto last = [&](int d) { return last_decay(vectors, d); };
+            auto noise = [&](int d) { return gathered_noise(vectors, d, d); };
+            const float decay = FULL ? most_of_keys(lane, last) : last(0);
+            most = decay * decay * most + (FULL ? most_of_keys(lane, noise) : noise(0));
         }
         barrier_arrive(empty + odd(c));
     }

@@ -86,6 +86,8 @@ class Rests(NamedTuple):
 
 def rest_rooms(chunks: int, keys: int) -> int:
     """By how many chunks a tensor of covariances is longer for their rests."""
+    if keys > HELD:
+        return 0
     return -(-chunks * (keys * keys // 4 + 1) // (keys * keys))
 
 
