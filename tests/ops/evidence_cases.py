@@ -47,15 +47,19 @@ def errors(*case, device="cpu"):
 
 
 def second_derivatives(dtype, device="cpu"):
-    """How many of those of the kernels are not the very ones of PyTorch's operations."""
-    found = []
-    for backend in ("triton", "torch"):
-        given, upstream = inputs(1, 3, 2, 5, dtype, dtype, device)
-        leaves = [x.detach().requires_grad_() for x in given]
-        first = torch.autograd.grad(write_and_evidence(*leaves, backend), leaves, upstream, create_graph=True)
-        total = sum(x.float().square().sum() for x in first)
-        found.append([*first, *torch.autograd.grad(total, leaves)])
-    return sum(not torch.equal(a, b) for a, b in zip(*found, strict=True))
+    """How many of those of the kernels are not the very ones of PyTorch's operations; for all inputs, and for some."""
+    found = {"triton": [], "torch": []}
+    for wanted in ("uesc", "ues", "ue", "ec"):
+        for backend in found:
+            given, upstream = inputs(1, 3, 2, 5, dtype, dtype, device)
+            leaves = {n: x.detach().requires_grad_(n in wanted) for n, x in zip("uesc", given, strict=True)}
+            made = write_and_evidence(*leaves.values(), backend)
+            made, upstream = made[wanted == "ec" :], upstream[wanted == "ec" :]  # then w needs no gradient
+            leaves = [leaves[n] for n in wanted]
+            first = torch.autograd.grad(made, leaves, upstream, create_graph=True)
+            total = sum(x.float().square().sum() for x in first)
+            found[backend] += [*first, *torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)]
+    return sum(not torch.equal(a, b) for a, b in zip(*found.values(), strict=True))
 
 
 CASES = [  # B, T, H, V, dtype of the strength (None: that of all)

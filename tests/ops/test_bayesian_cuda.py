@@ -16,6 +16,7 @@ from metaplastic.ops.bayesian.cuda import kinds
 from .emulation import emulator, needs_compiler  # noqa: F401 (the first is a fixture)
 
 forward = importlib.import_module("metaplastic.ops.bayesian.cuda.forward")  # the package's `bayesian` is the operator
+general = importlib.import_module("metaplastic.ops.bayesian.cuda.general")
 problem = importlib.import_module("metaplastic.ops.bayesian.cuda.problem")
 NAMES = ("q", "k", "v", "g", "process_noise", "observation_noise")
 HALF, FULL = torch.bfloat16, torch.float32
@@ -54,10 +55,7 @@ def arguments(inputs, case):
 
 
 def example(case, dtype):
-    inputs = accuracy.example("bayesian", case, dtype)
-    if case.length == 1 and case.decay == "per key":  # the example's only token forgets all keys alike
-        inputs["g"] = torch.linspace(-2, 0, inputs["g"].numel()).view_as(inputs["g"])
-    return inputs
+    return accuracy.example("bayesian", case, dtype)
 
 
 def run(case, dtype, keep=False):
@@ -241,3 +239,28 @@ def test_the_checked_sizes_take_every_kernel(dtype):
     checked = {kinds.kernels(dtype, *sizes) for sizes in accuracy.SIZES}
     assert {kinds.kernels(dtype, keys, 16) for keys in range(1, 257)} <= checked
     assert len(checked) == (1 if dtype == FULL else 4)
+
+
+def test_a_decode_step_without_a_kernel_keeps_the_covariance_symmetric():
+    """Rotations: the rule's own step; what rounding leaves would grow from step to step."""
+    case = Case(batch=1, length=1, heads=1, key_size=16, value_size=8, rotation=True, decay="none")
+    given = arguments(accuracy.example("bayesian", case, FULL), case)
+    for _ in range(200):
+        *_, mean, covariance = forward.step(*given, 1.0, False)
+        assert torch.equal(covariance, covariance.mT)
+        given[7:] = mean, covariance
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_a_rotation_that_is_no_number_is_its_own_sequences_alone(wrong):
+    case = Case(batch=1, length=300, heads=2, key_size=16, value_size=4, rotation=True, offsets=(0, 70, 70, 200, 300))
+    inputs = accuracy.example("bayesian", case, FULL)
+    offsets = torch.tensor(case.offsets)
+    at, ends = general.turn(problem.prepare(*arguments(inputs, case), offsets))
+    inputs["rotation"] = inputs["rotation"].detach().index_fill(1, torch.tensor([90]), wrong)
+    found, found_ends = general.turn(problem.prepare(*arguments(inputs, case), offsets))
+    own = torch.tensor([2, 3, 4])  # chunks of the third sequence
+    assert found[own[0], :, 20:].isnan().all() and found[own[1:]].isnan().all() and found_ends[2].isnan().all()
+    others = torch.tensor([0, 1, 5, 6])
+    assert torch.equal(found[others], at[others]) and torch.equal(found[2, :, :20], at[2, :, :20])
+    assert torch.equal(found_ends[[0, 1, 3]], ends[[0, 1, 3]])

@@ -53,15 +53,21 @@ def test_kernels_compile():
 
 def test_who_computes(monkeypatch):
     (u, e, s, c), _ = inputs(1, 3, 2, 4, torch.bfloat16, torch.bfloat16)
-    assert evidence.choose(u, e) == "torch"  # no GPU
+
+    def choose(u, e, s=s, c=c):
+        return evidence.choose(u, e, s, c)
+
+    assert choose(u, e) == "torch"  # no GPU
     monkeypatch.setattr(evidence, "reason_against_convolution", lambda backend, device: None)
-    assert evidence.choose(u, e) == "triton"
-    assert evidence.choose(u.float(), e.float()) == evidence.choose(u, e.half()) == "torch"
-    assert evidence.choose(u.new_zeros(1, 1, 1, 5000), e.new_zeros(1, 1, 1, 5000)) == "torch"
+    assert choose(u, e) == "triton"
+    assert choose(u.float(), e.float()) == choose(u, e.half()) == "torch"
+    assert choose(u, e, s[:, :, :1]) == choose(u, e, s, c[:1]) == choose(u, e[:, :, :, :1]) == "torch"
+    wide = u.new_zeros(1, 3, 2, 5000)
+    assert choose(wide, wide) == "torch"
     chosen = []
-    torch.func.vmap(lambda x: chosen.append(evidence.choose(x, x)) or x)(u)
+    torch.func.vmap(lambda x: chosen.append(choose(x, x)) or x)(u)
     with torch.autograd.forward_ad.dual_level():
-        chosen.append(evidence.choose(u, e))
+        chosen.append(choose(u, e))
     compiled = torch.compile(lambda *given: evidence.write_and_evidence(*given), fullgraph=True, backend="eager")
     assert chosen == ["torch", "torch"]
     assert all(map(torch.equal, compiled(u, e, s, c), evidence.plain.write_and_evidence(u, e, s, c)))
@@ -78,7 +84,7 @@ def test_on_a_gpu(dtype):
         assert max(wrong.values()) < 1.0, (case, wrong)
     assert second_derivatives(dtype, "cuda") == 0
     given, upstream = inputs(2, 1000, 4, 48, dtype, dtype, "cuda")
-    chosen = evidence.choose(*given[:2])
+    chosen = evidence.choose(*given)
     leaves = [x.detach().requires_grad_() for x in given]
     runs = [torch.autograd.grad(evidence.write_and_evidence(*leaves), leaves, upstream) for _ in range(20)]
     assert chosen == "triton" and all(all(map(torch.equal, runs[0], other)) for other in runs[1:])

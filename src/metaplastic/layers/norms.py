@@ -23,7 +23,8 @@ def _step_by_step(x: Tensor) -> Tensor:
 class _HalfL2(torch.autograd.Function):
     """The same without its steps in memory: float32 is within kernels, whose results are rounded as they are written.
 
-    With s = 1 / |x|:   y = s x,   dx = s dy - s^3 (x . dy) x.   What is kept is x and s, a number per vector.
+    With s = 1 / |x|:   y = s x,   dx = s dy - s^3 (x . dy) x.   What is kept is x and, but for
+    kernels (:mod:`metaplastic.ops.l2`), s, a number per vector.
     """
 
     @staticmethod

@@ -8,6 +8,7 @@ import math
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...rules.bayesian import rotate
@@ -139,6 +140,26 @@ class Frame:
         d_half = (d[..., 1] - d[..., 0]) * (2 * self.angle).cos() + d_pair * (2 * self.angle).sin()
         d_mean = d.sum(-1)
         return d_angle, torch.stack([d_mean - d_half, d_mean + d_half], -1).flatten(-2) / 2
+
+
+def turned_before(turns: Tensor, first: Tensor, sequence: Tensor) -> tuple[Tensor, Tensor]:
+    """How far keys have turned since their sequence's start, wrapped: before each chunk ``[n, H, K / 2]``, and at the
+    end of every sequence ``[N, H, K / 2]``.
+
+    ``turns [n, H, K / 2]`` within each chunk, sequence after sequence; ``first [N + 1]`` chunk of each and the end;
+    ``sequence [n]`` of each chunk. Sums are over all sequences together, so a NaN is counted and not added: it is its
+    own sequence's alone.
+    """
+    wrong = ~turns.isfinite()
+
+    def sums(x: Tensor) -> tuple[Tensor, Tensor]:
+        total = F.pad(x.cumsum(0), (0, 0, 0, 0, 1, 0))
+        starts = total[first[:-1]]
+        return total[:-1] - starts[sequence], total[first[1:]] - starts
+
+    pairs = zip(sums(turns.where(~wrong, 0)), sums(wrong.long()), strict=True)
+    before, ends = (angle.remainder(2 * math.pi).where(count == 0, math.nan) for angle, count in pairs)
+    return before, ends
 
 
 def _over_groups(x: Tensor) -> Tensor:

@@ -11,7 +11,6 @@ without a factorisation or a solve. So there are five steps, of which the second
 what the recursions need (:class:`Reads`), dM, R, dP, and with both every chunk's gradients (:class:`.adjoint.Adjoint`).
 """
 
-import math
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -24,7 +23,7 @@ from ..chunks import budget
 from .adjoint import Adjoint
 from .call import Call
 from .chunk import Chunk, symmetric
-from .frame import Frame
+from .frame import Frame, turned_before
 from .head_decay import HeadDecay
 from .key_decay import KeyDecay
 
@@ -116,11 +115,8 @@ class Table:
     def angles(self, rotation: Tensor) -> tuple[Tensor, Tensor]:
         """By how much keys have turned since the start of their sequence: before each chunk ``[chunks, H, K / 2]``, and
         at the end of every sequence ``[N, H, K / 2]``."""
-        sums = F.pad(self.take(rotation.double(), slice(0, self.count)).sum(1).cumsum(0), (0, 0, 0, 0, 1, 0))
         first = self.here(F.pad(self.first, (0, 1), value=self.count))
-        starts = sums[first[:-1]]
-        before, ends = sums[:-1] - starts[self.here(self.sequence)], sums[first[1:]] - starts
-        return before.remainder(2 * math.pi), ends.remainder(2 * math.pi)
+        return turned_before(self.take(rotation.double(), slice(0, self.count)).sum(1), first, self.here(self.sequence))
 
     def by_number(self) -> Tensor:
         """Where each chunk is in a list that has the first chunks of all sequences, then the second ones, and so on."""
@@ -160,7 +156,7 @@ class _Tile:
         table, chunks, dtype = plan.chunks, some.chunks, some.dtype
         inputs = plan.take(chunks, dtype)
         noise = inputs.observation_noise
-        inputs = inputs._replace(observation_noise=noise.where(noise > 0, 1))  # beyond the end: 0
+        inputs = inputs._replace(observation_noise=noise.where(noise != 0, 1))  # beyond the end: 0
         self.turning = before is not None
         self.frame = Frame(inputs, kernels.decay_of(inputs.g), None if before is None else before[chunks])
         refine = saved.whitenings.dtype != dtype

@@ -28,17 +28,18 @@ WIDEST = 4096  # values of a head that the kernels hold
 HALVES = (torch.bfloat16, torch.float16)
 
 
-def choose(u: Tensor, e: Tensor) -> str:
+def choose(u: Tensor, e: Tensor, s: Tensor, c: Tensor) -> str:
     """The backend of these inputs, "triton" or "torch"."""
     fit = u.dtype == e.dtype and u.dtype in HALVES and 0 < u.shape[-1] <= WIDEST
+    fit = fit and u.shape == e.shape and s.shape == (*u.shape[:-1], 1) and c.shape == u.shape[2:3]
     if torch.compiler.is_compiling() or not fit or transformed():
         return "torch"
     return "triton" if reason_against_convolution("triton", u.device.type) is None else "torch"
 
 
 def write_and_evidence(u: Tensor, e: Tensor, s: Tensor, c: Tensor, backend: str = "auto") -> tuple[Tensor, Tensor]:
-    """w and beta ``[B, T, H, V]``, in the wider dtype of u and s."""
-    if (choose(u, e) if backend == "auto" else backend) == "torch":
+    """w ``[B, T, H, V]`` in the wider dtype of u and s, beta in that of e and s."""
+    if (choose(u, e, s, c) if backend == "auto" else backend) == "torch":
         return plain.write_and_evidence(u, e, s, c)
     return _Fused.apply(u, e, s, c)  # pyright: ignore[reportReturnType]
 
@@ -55,11 +56,14 @@ class _Fused(torch.autograd.Function):
             return forward(u, e, s, c)
 
     @staticmethod
-    def backward(ctx, dw: Tensor, d_beta: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx, dw: Tensor, d_beta: Tensor) -> tuple[Tensor | None, ...]:
         inputs = ctx.saved_tensors
         if torch.is_grad_enabled():  # the gradients are to be differentiated in turn
-            found = plain.write_and_evidence(*inputs)
-            return torch.autograd.grad(found, inputs, (dw, d_beta), create_graph=True, allow_unused=True)
+            pairs = zip(plain.write_and_evidence(*inputs), (dw, d_beta), strict=True)
+            found, given = zip(*((y, d) for y, d in pairs if y.requires_grad), strict=True)
+            wanted = [x for x, needed in zip(inputs, ctx.needs_input_grad, strict=True) if needed]
+            each = iter(torch.autograd.grad(found, wanted, given, create_graph=True, allow_unused=True))
+            return tuple(next(each) if needed else None for needed in ctx.needs_input_grad)
         from .launch import backward
 
         with full_precision(dw.device):

@@ -12,9 +12,10 @@ constexpr int VECTORS = 5;  // per chunk: decay since the entry, gathered noise,
 
 // Per chunk and head: by what the split matrices of device memory are to be multiplied (what takes the place of another
 // takes its number too), the same of both entry states, and sums that the decay's gradient needs: dM M0, P0 dP, the
-// trace of dP, dU U (dP and dM are those of the states after the chunk); whether backward_careful.cu works on it.
+// trace of dP, dU U (dP and dM are those of the states after the chunk); whether backward_careful.cu works on it, and
+// for that what float32 leaves of P0 dP.
 enum { GAIN, CLOSED, READ, SOURCE = READ, INNOVATION, WEIGHTS, D_RESIDUAL, D_WEIGHTS, PRODUCTS, MEAN, COVARIANCE,
-       WITH_MEAN, WITH_COVARIANCE, TRACE, WITH_GAIN, CAREFUL, SCALES = 16 };
+       WITH_MEAN, WITH_COVARIANCE, TRACE, WITH_GAIN, CAREFUL, WITH_COVARIANCE_REST, SCALES = 16 };
 
 template <int COLUMNS> using Exact = Tile<C, COLUMNS, false>;
 

@@ -5,8 +5,9 @@ steps of :mod:`metaplastic.ops.bayesian.parallel_backward`: ``backward_open.cu``
 the means; ``backward_reads.cu`` and ``backward_source.cu``; ``backward_covariance.cu``, that of the covariances, or, of
 more than 128 keys, ``backward_reach.cu`` and ``backward_step.cu`` in turn; ``backward_known.cu`` and
 ``backward_inputs.cu``. ``backward_careful.cu`` does in float64 what single chunks are before, between and after the
-recursions. Everything else goes that module's way, in batched products of float32, and of float64 for chunks in which a
-token may be far less certain than its noise.
+recursions. Everything else goes that module's way, in batched products of float32, with kernels for its recursions
+(``walk.py``) and for decays per key (``key_decays.py``), and in float64 for chunks in which a token may be far less
+certain than its noise.
 """
 
 import itertools
@@ -21,7 +22,7 @@ from torch import Tensor
 from ... import nvrtc
 from ..parallel_backward import Kernels, Saved, adjoint
 from .key_decays import KernelDecay
-from .problem import ALIGNMENT, CHUNK, HELD, Rests, cut
+from .problem import CHUNK, HELD, Rests, aligned, cut
 from .walk import KernelWalk
 
 FOLDER = Path(__file__).parent
@@ -71,8 +72,7 @@ def _padded(size: int) -> int:
 def _fit(x: Tensor, dtype: torch.dtype, *padding: int) -> Tensor:
     """As the kernels take it: of this type, padded with zeros, contiguous, aligned."""
     x = x.detach().to(dtype)
-    x = (F.pad(x, padding) if any(padding) else x).contiguous()
-    return x if x.data_ptr() % ALIGNMENT == 0 else x.clone()
+    return aligned(F.pad(x, padding) if any(padding) else x)
 
 
 class _Backward:

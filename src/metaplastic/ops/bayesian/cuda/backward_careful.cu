@@ -255,7 +255,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_careful(
         if (thread % 32 == 0) others[thread / 32] = mine;
         __syncthreads();
         for (int i = 0; i < THREADS / 32; i++) end += others[i];
-        end = last * (end + 2. * last * (double)number[WITH_COVARIANCE]);
+        end = last * (end + 2. * last * ((double)number[WITH_COVARIANCE] + number[WITH_COVARIANCE_REST]));
         // Pairs: with what crosses u in L, by rows; E R and dX R take the place of dA and dX.
         product<C, B_TURNED>(stage, KEYS, own_key, [&](int d, int s) { return own_key(s, d); },
             [&](int t, int s, double x) {

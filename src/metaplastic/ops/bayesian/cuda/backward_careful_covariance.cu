@@ -14,8 +14,8 @@ extern "C" __device__ const int launch_shape[2] = {THREADS, 4 * WORDS};
 extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_careful_covariance(
     const u16* k, const float* log_decay, const float* observation, const float* covariances, const signed char* rests,
     const int* entry_careful, const float* whitenings, const float* whitening_rests, const u16* gain,
-    const u16* gain_rests, u16* source, const u16* source_rests, const float* d_final, const i64* table, const i64* chunks, u16* between, float* scales, float* d_initial,
-    double* rooms, int sequences, int heads) {
+    const u16* gain_rests, u16* source, const u16* source_rests, const float* d_final, const i64* table,
+    const i64* chunks, u16* between, float* scales, float* d_initial, double* rooms, int sequences, int heads) {
     SHARED;
     double *const decay = (double*)shared, *const entry = decay + ENTRY * C, *const root = decay + ROOT * C;
     double *const sums = decay + ROWS * C, *const stage = sums + 2 * 8;
@@ -65,6 +65,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_careful_covari
                 with_prior = trace = 0.;
                 for (int i = 0; i < THREADS / 32; i++) with_prior += sums[i], trace += sums[8 + i];
                 number[WITH_COVARIANCE] = (float)with_prior, number[TRACE] = (float)trace;
+                number[WITH_COVARIANCE_REST] = (float)(with_prior - number[WITH_COVARIANCE]);
             }
             const float *const u_rest = (const float*)(gain_rests + index * 2 * C * KEYS);
             const float *const r_rest = (const float*)(source_rests + index * 2 * C * WIDE);

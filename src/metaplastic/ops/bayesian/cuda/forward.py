@@ -1,8 +1,9 @@
 """The CUDA forward pass. The equations are in the kernels.
 
 ``scan.cu`` carries covariances and means from chunk to chunk. bf16 inputs with one decay per head have kernels for what
-comes before (``prepare.cu``) and after it (``output.cu``); all others do that in batched products (:mod:`.general`) and
-give the scan keys in float32. One token of every sequence is a step of the rule (``decode.cu``).
+comes before (``prepare.cu``) and after it (``output.cu``); all others do that in batched products
+(:mod:`.general`; decays per key by kernels of their own) and give the scan keys in float32. One token of every sequence
+is a step of the rule (``decode.cu``).
 """
 
 from pathlib import Path
@@ -18,7 +19,7 @@ from ... import nvrtc
 from ...contract import compute_dtype
 from . import general
 from .backward import has_kernels
-from .problem import CAREFUL_ROOMS, CHUNK, HELD, Problem, Rests, prepare, rest_rooms, room
+from .problem import CAREFUL_ROOMS, CHUNK, HELD, Problem, Rests, aligned, prepare, rest_rooms, room
 
 FOLDER = Path(__file__).parent
 VALUES_OF_BLOCK = 128  # mean.cuh
@@ -85,8 +86,8 @@ def step(
         return _plain_step(
             q, k, v, g, process_noise, observation_noise, rotation, mean, covariance, scale, output_variance
         )
-    ready = [x.detach().contiguous() for x in (q, k, v)]
-    ready += [x.detach().float().contiguous() for x in (g, process_noise, observation_noise, mean, covariance)]
+    ready = [aligned(x.detach()) for x in (q, k, v)]
+    ready += [aligned(x.detach().float()) for x in (g, process_noise, observation_noise, mean, covariance)]
     output, variance = torch.empty_like(ready[2]), torch.empty_like(ready[5]) if output_variance else None
     final_mean, final_covariance = torch.empty_like(ready[6]), torch.empty_like(ready[7])
     kernel = nvrtc.kernel(
@@ -104,6 +105,7 @@ def _plain_step(
     given = [x[:, 0].to(compute_dtype(q)) for x in (q, k, v, g, process_noise, observation_noise)]
     angle = None if rotation is None else rotation[:, 0].to(compute_dtype(q))
     final = rule.step(rule.GaussianState(mean, covariance), *given[1:], rotation=angle)
+    final = final._replace(covariance=(final.covariance + final.covariance.mT) / 2)  # as of all other ways
     output, variance = rule.readout(final, given[0] * scale)
     variance = variance[:, None] if output_variance else variance.new_empty(0)
     return output[:, None].to(q.dtype), variance, final.mean, final.covariance

@@ -1,6 +1,7 @@
 """What needs no state, for inputs of every kind: float32, decays and noises per key, rotations, noise groups.
 
-In plain PyTorch, all chunks at once. The keys that the scan gets are decayed and whitened (shapes.cuh, FULL 1):
+All chunks at once, in PyTorch but for decays per key on a GPU (key_decays.py). The keys that the scan gets are decayed
+and whitened (shapes.cuh, FULL 1):
 
     Kg = entry x K w,   sent = tail x N K w,   known = I + w <K, R N K> w,   Qg = entry x Q,   crossed = <Q, R N K> w
 
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from ....rules.bayesian import rotate
 from ...chunks import segment_sums
+from ..frame import turned_before
 from . import key_decays
 from .problem import CHUNK, Problem
 
@@ -45,12 +47,10 @@ def turn(problem: Problem) -> tuple[Tensor | None, Tensor | None]:
         return None, None
     cut = problem.cut
     inside = cut.take(problem.rotation.double()).cumsum(-2)
-    sums = F.pad(inside[..., -1, :].cumsum(0), (0, 0, 0, 0, 1, 0))  # before each chunk, all sequences together
-    starts = sums[cut.first[:-1]]  # of sequences; one without tokens starts where the next one does
-    ends = sums[cut.first[1:]] - starts
-    own = torch.repeat_interleave(starts, cut.first[1:] - cut.first[:-1], 0, output_size=cut.chunks)
-    inside = inside + (sums[:-1] - own)[:, :, None]
-    return inside.remainder(2 * math.pi).float(), ends.remainder(2 * math.pi).float()
+    numbers = torch.arange(cut.sequences, device=inside.device)
+    sequence = torch.repeat_interleave(numbers, cut.first.diff(), output_size=cut.chunks)
+    before, ends = turned_before(inside[..., -1, :], cut.first, sequence)
+    return (inside + before[:, :, None]).remainder(2 * math.pi).float(), ends.float()
 
 
 def give(problem: Problem, variances: bool = True) -> Given:
@@ -79,7 +79,7 @@ def give(problem: Problem, variances: bool = True) -> Given:
 
     y = times_noise(k)
     white = take(problem.observation_noise).mT[..., None]  # [n, H, G, CHUNK, 1]
-    white = white.where(white > 0, 1).rsqrt()
+    white = white.where(white != 0, 1).rsqrt()  # beyond a sequence's end: 0
     identity = torch.eye(CHUNK, device=k.device)
     if fused:
         known, crossed = key_decays.pairs(torch.cat([k, q], -2), y, g).mT[:, :, None].split(CHUNK, -2)

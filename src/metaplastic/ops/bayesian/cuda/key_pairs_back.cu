@@ -8,7 +8,7 @@ constexpr int C = 64, PITCH = 2 * C + 4;
 constexpr int WORDS = C * PITCH + 2 * C * (C + 4);
 extern "C" __device__ const int launch_shape[2] = {THREADS, 4 * WORDS};
 
-extern "C" __global__ void __launch_bounds__(THREADS, 256 / KEYS ? 256 / KEYS : 1) key_pairs_back(
+extern "C" __global__ void __launch_bounds__(THREADS, 256 / KEYS) key_pairs_back(
     const float* d_found, const float* x, const float* y, const float* log_decay, float* dx, float* dy, int keys,
     int groups) {
     SHARED;

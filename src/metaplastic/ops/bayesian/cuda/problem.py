@@ -174,7 +174,10 @@ def prepare(
 
 
 def _ready(x: Tensor, padding: tuple[int, ...]) -> Tensor:
-    if any(padding):
-        x = F.pad(x, padding)
+    return aligned(F.pad(x, padding) if any(padding) else x)
+
+
+def aligned(x: Tensor) -> Tensor:
+    """Contiguous, from an address on that the kernels may load from."""
     x = x.contiguous()
     return x if x.data_ptr() % ALIGNMENT == 0 else x.clone()
