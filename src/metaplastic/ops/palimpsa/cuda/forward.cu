@@ -39,11 +39,12 @@ constexpr int LOAD_AT = TOKENS / 4, PREPARE_AT = 3 * TOKENS / 4;  // when, withi
 constexpr float RESTART = 8.f, NO_DECAY_LEFT = -200.f;  // exp(-200) is 0 in float32
 
 // Shared memory, in words. Per token: the second factors as [part][column of a tile][tile], then the prior's word once
-// per tile, then q as floats.
+// per tile, then q as floats. That word is there twice where one place would share a bank with factors read beside it.
 constexpr int STRIDE = (KEY_TILES + 3) / 4 * 4, FACTOR = KEY_PARTS * 8 * STRIDE;
-constexpr int SQUARES = FACTOR + 4, PRIORS = 2 * FACTOR + 8, WRITE = PRIORS + STRIDE;  // + 4: other banks
+constexpr int SQUARES = FACTOR + 4, PRIORS = 2 * FACTOR + (STRIDE % 16 == 8 ? 16 : 8);
+constexpr int OTHER_PRIORS = STRIDE % 16 == 0 ? PRIORS : 2 * FACTOR + 32, WRITE = OTHER_PRIORS + STRIDE;
 constexpr int VALUE = ROWS / 2 + (ROWS / 2 % 32 == 8 || ROWS / 2 % 32 == 24 ? 0 : 8);  // w or beta of a token
-constexpr int TILE = TOKENS * (WRITE + KEYS) + 2 * TOKENS, VALUES = TOKENS * VALUE;
+constexpr int TILE = TOKENS * (WRITE + KEYS) + 2 * TOKENS, VALUES = TOKENS * VALUE + 8;  // + 8: beta in other banks
 constexpr int STAGE = TOKENS * KEYS / 2;
 constexpr int PARTIAL = KEY_PARTS > 1 ? KEY_PARTS * TOKENS * ROWS * (1 + VARIANCE) : 0;
 constexpr int SHARED_WORDS = 2 * TILE + 4 * VALUES + 2 * STAGE + 2 * PARTIAL + 8;
@@ -187,9 +188,11 @@ forward(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __restr
         if (warp == 0 && lane < TOKENS) {
             scales[lane] = expf((lane ? run_before : 0.f) + log_decay);
             scales[TOKENS + lane] = inverse;
-            u32 increment = split(p * -expm1f(log_decay) * inverse);
+            u32 word = split(p * -expm1f(log_decay) * inverse);
+            u32* const own = words + lane * WRITE;
 #pragma unroll
-            for (int n = 0; n < STRIDE; n++) words[lane * WRITE + PRIORS + n] = increment;
+            for (int n = 0; n < STRIDE; n += 4)
+                *(uint4*)(own + PRIORS + n) = *(uint4*)(own + OTHER_PRIORS + n) = {word, word, word, word};
         }
         copies_arrived();
 #pragma unroll
@@ -239,7 +242,8 @@ forward(const u16* __restrict__ q, const u16* __restrict__ k, const u16* __restr
     const u32 pick_i0 = column == 1 ? 0x1010 : column == 2 ? 0x5454 : none;
     const u32 pick_i1 = column == 1 ? 0x3232 : column == 2 ? 0x5454 : none;
     const int own_factor = column == 0 ? (part * 8 + row) * STRIDE
-                         : column == 1 ? SQUARES + (part * 8 + row) * STRIDE : PRIORS;
+                         : column == 1 ? SQUARES + (part * 8 + row) * STRIDE
+                         : row / 2 % 2 ? OTHER_PRIORS : PRIORS;
     const int own_value = (column == 1 ? VALUES : 0) + group * 8 + row;
     const int own_query = TOKENS * WRITE + part * PART + 4 * column;
 
