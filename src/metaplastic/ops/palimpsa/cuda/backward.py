@@ -24,7 +24,7 @@ from .states import entry_states, write_chunk_states
 BUDGET = 3 << 30  # bytes of states and partial sums at once, and no more than this part of the device's memory:
 SHARE = 1 / 16
 GROUP = 3 << 29  # bytes that whole sequences may take at once; where they take no longer for it,
-LESS = 1400 << 20  # no more than this, some heads after the others
+LESS = 1 << 30  # no more than this, some heads after the others
 STATES = 320 << 20  # bytes of states that several groups may share: with few heads they take less time if made together
 LEAST_SPAN = 512  # tokens of a piece of a sequence
 SHARED_BYTES = 227 << 10  # of a block; a multiprocessor has 1 KB more, and each block takes 1 KB beside
