@@ -67,10 +67,7 @@ class Frame:
         noise = self.given.process_noise
         if self.angle is None or noise.shape[-1] == 1:
             return Noise(noise, None)
-        real, imaginary = noise[..., ::2], noise[..., 1::2]
-        mean, half = (real + imaginary) / 2, (imaginary - real) / 2
-        cos, sin = (2 * self.angle).cos(), (2 * self.angle).sin()
-        return Noise(torch.stack([mean - half * cos, mean + half * cos], -1).flatten(-2), half * sin)
+        return Noise(*turned_noise(noise, self.angle))
 
     def open(self) -> Chunk:
         """To be entered row by row."""
@@ -140,6 +137,14 @@ class Frame:
         d_half = (d[..., 1] - d[..., 0]) * (2 * self.angle).cos() + d_pair * (2 * self.angle).sin()
         d_mean = d.sum(-1)
         return d_angle, torch.stack([d_mean - d_half, d_mean + d_half], -1).flatten(-2) / 2
+
+
+def turned_noise(noise: Tensor, angle: Tensor) -> tuple[Tensor, Tensor]:
+    """Rot^T diag(noise) Rot of the noise that one step adds: its diagonal, and what couples the keys of a pair."""
+    real, imaginary = noise[..., ::2], noise[..., 1::2]
+    mean, half = (real + imaginary) / 2, (imaginary - real) / 2
+    cos, sin = (2 * angle).cos(), (2 * angle).sin()
+    return torch.stack([mean - half * cos, mean + half * cos], -1).flatten(-2), half * sin
 
 
 def turned_before(turns: Tensor, first: Tensor, sequence: Tensor) -> tuple[Tensor, Tensor]:

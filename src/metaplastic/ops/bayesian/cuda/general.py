@@ -5,9 +5,7 @@ and whitened (shapes.cuh, FULL 1):
 
     Kg = entry x K w,   sent = tail x N K w,   known = I + w <K, R N K> w,   Qg = entry x Q,   crossed = <Q, R N K> w
 
-Per key <x, R y>[t, s] = sum_d x_td exp(g_{s+1, d} + ... + g_td) y_sd is made of products: a block of tokens is halved,
-and from its second half to its first decays meet in the middle. Every exponent is a sum of decays, so every factor is
-at most 1: exact beside g = -1000, and -inf is allowed.
+How decays enter the products is in :mod:`..key_decay` and :mod:`..head_decay`.
 
 With rotations all is in a frame that turns with the keys, from the start of the sequence on; the angle so far is summed
 in float64.
@@ -17,12 +15,13 @@ import math
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ....rules.bayesian import rotate
-from ...chunks import segment_sums
-from ..frame import turned_before
+from ..chunk import swapped
+from ..frame import turned_before, turned_noise
+from ..head_decay import HeadDecay
+from ..key_decay import KeyDecay
 from . import key_decays
 from .problem import CHUNK, Problem
 
@@ -62,29 +61,25 @@ def give(problem: Problem, variances: bool = True) -> Given:
     if inside is not None:
         q, k = (rotate(x[..., None], -inside)[..., 0] for x in (q, k))
         if process.shape[-1] > 1:
-            process, pair = _turned(process, inside)
-    fused = key_decays.KernelDecay.takes(g) and g.shape[-1] > 1
-    if fused:
-        g = g.contiguous()
-        entry, tail = key_decays.ends(g)
-        noise = key_decays.gathered(g, process)
-    else:
-        entry = g.cumsum(-2).exp()
-        tail = F.pad(g.flip(-2).cumsum(-2).flip(-2)[..., 1:, :], (0, 0, 0, 1)).exp()
-        noise = gathered(g, process)
-    coupling = None if pair is None else gathered(g[..., ::2], pair).repeat_interleave(2, -1)
+            process, pair = turned_noise(process, inside)
+    kind = KeyDecay if g.shape[-1] > 1 else HeadDecay
+    if kind is KeyDecay and key_decays.KernelDecay.takes(g):
+        kind = key_decays.KernelDecay
+    decay = kind(g)
+    entry, tail, noise = decay.entry, decay.tail, decay.gathered(process)
+    coupling = None
+    if pair is not None:
+        of_pairs = decay if isinstance(decay, HeadDecay) else decay.of_pairs()
+        coupling = of_pairs.gathered(pair).repeat_interleave(2, -1)
 
     def times_noise(x: Tensor) -> Tensor:
-        return noise * x if coupling is None else noise * x + coupling * _swapped(x)
+        return noise * x if coupling is None else noise * x + coupling * swapped(x)
 
     y = times_noise(k)
     white = take(problem.observation_noise).mT[..., None]  # [n, H, G, CHUNK, 1]
     white = white.where(white != 0, 1).rsqrt()  # beyond a sequence's end: 0
     identity = torch.eye(CHUNK, device=k.device)
-    if fused:
-        known, crossed = key_decays.pairs(torch.cat([k, q], -2), y, g).mT[:, :, None].split(CHUNK, -2)
-    else:
-        known, crossed = pairs(torch.stack([k, q]), y, g)[:, :, :, None]
+    known, crossed = decay.crossed(y, torch.cat([k, q], -2)).mT[:, :, None].split(CHUNK, -2)
 
     def wide(x: Tensor) -> Tensor:
         return x[..., -1, :].expand(*k.shape[:2], k.shape[3])
@@ -101,43 +96,6 @@ def give(problem: Problem, variances: bool = True) -> Given:
         (q * times_noise(q)).sum(-1)[:, :, None] if variances else None,
         ends,
     )
-
-
-def gathered(g: Tensor, added: Tensor) -> Tensor:
-    """``N_t = exp(2 g_t) N_{t-1} + added_t``, by doubling."""
-    kept = (2 * g).exp()
-    noise = added.expand(torch.broadcast_shapes(g.shape, added.shape))
-    for step in (1, 2, 4, 8, 16, 32):
-        noise = noise + kept * F.pad(noise[..., :-step, :], (0, 0, step, 0))
-        kept = kept * F.pad(kept[..., :-step, :], (0, 0, step, 0))
-    return noise
-
-
-def pairs(x: Tensor, y: Tensor, g: Tensor) -> Tensor:
-    """``<x, R y> [..., C, C]``, zero above the diagonal; g ``[..., C, 1 or K]``."""
-    if g.shape[-1] == 1:
-        return (x @ y.mT) * segment_sums(g[..., 0]).exp()
-    out = torch.diag_embed((x * y).sum(-1))
-    for half in (32, 16, 8, 4, 2, 1):
-        early, late = g.unflatten(-2, (-1, 2, half)).unbind(-3)
-        before = F.pad(early.flip(-2).cumsum(-2).flip(-2)[..., 1:, :], (0, 0, 0, 1)).exp()  # from each to the middle
-        to, source = x.unflatten(-2, (-1, 2, half))[..., 1, :, :], y.unflatten(-2, (-1, 2, half))[..., 0, :, :]
-        block = (late.cumsum(-2).exp() * to) @ (before * source).mT
-        tiles = out.unflatten(-2, (-1, 2, half)).unflatten(-1, (-1, 2, half)).diagonal(0, -6, -3)
-        tiles[..., 1, :, 0, :, :] = block.movedim(-3, -1)
-    return out
-
-
-def _swapped(x: Tensor) -> Tensor:
-    return x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
-
-
-def _turned(noise: Tensor, angle: Tensor) -> tuple[Tensor, Tensor]:
-    """Rot^T diag(noise) Rot of the noise that one step adds: its diagonal, and what couples the keys of a pair."""
-    real, imaginary = noise[..., ::2], noise[..., 1::2]
-    mean, half = (real + imaginary) / 2, (imaginary - real) / 2
-    cos, sin = (2 * angle).cos(), (2 * angle).sin()
-    return torch.stack([mean - half * cos, mean + half * cos], -1).flatten(-2), half * sin
 
 
 def whitening(factors: Tensor) -> Tensor:

@@ -55,6 +55,6 @@ class KernelWalk(Walk):
         assert state.is_contiguous()
         if blocks and self.table.count:
             reach, step, sizes = self._kernel("reach"), self._kernel("step"), (heads * groups, groups)
-            for n in range(len(self.table.rounds)):
+            for n in range(int(self.table.counts.max())):
                 reach(blocks, self.gain, self.first, state, reached, *sizes, n)
                 step(blocks, self.gain, self.closed, self.last, self.first, reached, sources, state, *sizes, n)
