@@ -20,23 +20,14 @@ launch.PIECE = 128
 found = [errors(*inputs(*case, torch.float16)) for case in CASES]
 """
 COMPILED = """
-import triton
-import triton.language as tl
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 from metaplastic.ops.added import kernels, launch
+from tests.ops.machine_code import sizes
 
 types = dict.fromkeys(("left", "sums", "d_left"), "*fp32")
 types |= dict.fromkeys(("k", "v_1", "v_2", "of_sums", "d_k", "d_v_1", "d_v_2"), "*bf16")
-found = []
-for target in (GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64)):
-    for kernel, blocks in ((kernels.sums_kernel, launch.SUMS), (kernels.gradients_kernel, launch.GRADIENTS)):
-        options = dict(N=2, EACH=False, KEYS=96, VALUES=192, PIECE=launch.PIECE) | blocks.options(96)
-        warps = options.pop("num_warps")
-        signature = {n: "constexpr" if n in options else types.get(n, "i32") for n in kernel.arg_names}
-        constants = {(i,): options[n] for i, n in enumerate(kernel.arg_names) if n in options}
-        source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-        found.append(len(triton.compile(source, target=target, options=dict(num_warps=warps)).kernel))
+shape = dict(N=2, EACH=False, KEYS=96, VALUES=192, PIECE=launch.PIECE)
+both = ((kernels.sums_kernel, launch.SUMS), (kernels.gradients_kernel, launch.GRADIENTS))
+found = sizes([(kernel, shape | blocks.options(96)) for kernel, blocks in both], types)
 """
 
 

@@ -54,14 +54,10 @@ def arguments(inputs, case):
     return [x.detach() if x is not None else None for x in (*(inputs.get(n) for n in (*NAMES, "rotation")), *state)]
 
 
-def example(case, dtype):
-    return accuracy.example("bayesian", case, dtype)
-
-
 def run(case, dtype, keep=False):
     """Errors of output, variance and final state, each against the reference in float64, relative to the largest; and
     what is kept."""
-    inputs = example(case, dtype)
+    inputs = accuracy.example("bayesian", case, dtype)
     offsets = None if case.offsets is None else torch.tensor(case.offsets)
     found = forward.forward(*arguments(inputs, case), offsets, case.scale, True, keep)
     read = accuracy.OPERATORS["bayesian"][0](**accuracy.as_reference(inputs), backend="reference")
@@ -197,7 +193,7 @@ def test_decoding(emulated, case, dtype):
 @needs_compiler
 def test_decoding_keeps_the_covariance_symmetric(emulated):
     """Bit for bit: nothing else does, and what is not would grow over many tokens."""
-    given = arguments(example(case := Case(length=1, key_size=20, decay="per key"), HALF), case)
+    given = arguments(accuracy.example("bayesian", case := Case(length=1, key_size=20, decay="per key"), HALF), case)
     given[-1] = (given[-1] + given[-1].mT) / 2
     for _ in range(3):
         _, _, *given[-2:] = forward.forward(*given, None, 1.0, False, False)[:4]
@@ -249,6 +245,26 @@ def test_a_decode_step_without_a_kernel_keeps_the_covariance_symmetric():
         *_, mean, covariance = forward.step(*given, 1.0, False)
         assert torch.equal(covariance, covariance.mT)
         given[7:] = mean, covariance
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), -1.0])
+@pytest.mark.parametrize("offsets", [None, (0, 70, 100)])
+def test_an_observation_noise_that_cannot_be_is_seen(wrong, offsets):
+    """Devices check no values: it must not be taken for what stands beyond a sequence's end."""
+    case = Case(batch=1, length=100, heads=1, key_size=16, value_size=4, rotation=True, offsets=offsets)
+    inputs = accuracy.example("bayesian", case, FULL)
+    with torch.no_grad():
+        inputs["observation_noise"][:, 5] = wrong
+    found = general.give(problem.prepare(*arguments(inputs, case), None if offsets is None else torch.tensor(offsets)))
+    assert found.keys[0, :, :, 5].isnan().all() and found.keys[0, :, :, :5].isfinite().all()
+    assert found.keys[1].isfinite().all()
+
+
+def test_what_kernels_load_from_is_aligned():
+    x = torch.arange(68.0)[1:65].view(8, 8)
+    for y in (x, x.T):
+        found = problem.aligned(y)
+        assert found.data_ptr() % problem.ALIGNMENT == 0 and found.is_contiguous() and torch.equal(found, y)
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])

@@ -19,22 +19,12 @@ half = torch.float16
 found = [[errors(*case, strength or half, half) for *case, strength in CASES], second_derivatives(half)]
 """
 COMPILED = """
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 from metaplastic.ops.evidence import kernels, launch
+from tests.ops.machine_code import sizes
 
 types = dict.fromkeys(("c", "sums"), "*fp32")
 types |= dict.fromkeys(("u", "e", "s", "w", "beta", "dw", "d_beta", "du", "de", "ds"), "*bf16")
-found = []
-for target in (GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64)):
-    for kernel in (kernels.forward_kernel, kernels.backward_kernel):
-        options = launch._options(192)
-        warps = options.pop("num_warps")
-        signature = {n: "constexpr" if n in options else types.get(n, "i32") for n in kernel.arg_names}
-        constants = {(i,): options[n] for i, n in enumerate(kernel.arg_names) if n in options}
-        source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-        found.append(len(triton.compile(source, target=target, options=dict(num_warps=warps)).kernel))
+found = sizes([(x, launch._options(192)) for x in (kernels.forward_kernel, kernels.backward_kernel)], types)
 """
 
 

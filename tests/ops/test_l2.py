@@ -16,6 +16,16 @@ from tests.ops.test_l2 import wrong
 convolution.DEVICES = ("cpu",)
 found = [wrong(width, torch.float16) for width in (1, 5, 48, 200)]
 """
+COMPILED = """
+from metaplastic.ops import l2
+from metaplastic.ops.l2 import kernels
+from metaplastic.ops.rows import blocks
+from tests.ops.machine_code import sizes
+
+options = dict(EPS=l2.EPS, WIDTH=96) | blocks(96)
+both = kernels.forward_kernel, kernels.backward_kernel
+found = sizes([(kernel, options) for kernel in both], dict.fromkeys(("x", "y", "dy", "dx"), "*bf16"))
+"""
 
 
 def wrong(width, dtype, device="cpu"):
@@ -41,6 +51,11 @@ def wrong(width, dtype, device="cpu"):
 def test_interpreted():
     for output, gradient, ran in run(CODE, TRITON_INTERPRET="1", OMP_NUM_THREADS="1"):
         assert output < 1.0 and gradient < 1.0 and ran
+
+
+@needs_triton
+def test_kernels_compile():
+    assert min(run(COMPILED, TRITON_INTERPRET="0")) > 1000  # bytes of machine code
 
 
 @pytest.mark.gpu

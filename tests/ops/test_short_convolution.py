@@ -142,23 +142,18 @@ def test_interpreted():
 
 
 COMPILED = """
-import triton
 import triton.language as tl
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 from metaplastic.ops.convolution import kernels, launch
+from tests.ops.machine_code import sizes
 
 types = dict.fromkeys(("x", "y", "state", "new_state", "dy", "d_new_state", "dx", "d_state"), "*bf16")
 types |= dict.fromkeys(("weight", "bias", "sums"), "*fp32") | {"offsets": "*i64"}
-found = []
-for target in (GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64)):
-    for kernel, blocks in ((kernels.forward_kernel, launch.FORWARD), (kernels.backward_kernel, launch.BACKWARD)):
-        options = dict.fromkeys(("BIAS", "STATE", "FINAL", "SILU", "PACKED"), True)
-        options |= dict(W=4, REAL=tl.float32, BT=blocks.tokens, BC=blocks.channels, ROWS=blocks.rows)
-        signature = {n: "constexpr" if n in options else types.get(n, "i32") for n in kernel.arg_names}
-        constants = {(i,): options[n] for i, n in enumerate(kernel.arg_names) if n in options}
-        source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-        found.append(len(triton.compile(source, target=target, options=dict(num_warps=blocks.warps)).kernel))
+options = dict.fromkeys(("BIAS", "STATE", "FINAL", "SILU", "PACKED"), True) | dict(W=4, REAL=tl.float32)
+given = []
+for kernel, blocks in ((kernels.forward_kernel, launch.FORWARD), (kernels.backward_kernel, launch.BACKWARD)):
+    shape = dict(BT=blocks.tokens, BC=blocks.channels, ROWS=blocks.rows, num_warps=blocks.warps)
+    given.append((kernel, options | shape))
+found = sizes(given, types)
 """
 
 

@@ -38,8 +38,7 @@ class Call:
         q, k, v, *gates = map(part, self.inputs)
         g, process, observation = (x.contiguous() for x in gates)  # or all products with them would be strided
         noise = observation.mT[..., None]  # [n, H, G, C, 1]
-        if self.offsets is not None:  # beyond a sequence's end everything is 0, an identity if the noise is not
-            noise = noise.where(noise != 0, 1)
+        noise = noise.where(noise != 0, 1)  # beyond a sequence's end everything is 0: an identity if the noise is not
         return Inputs(
             (q if self.scale == 1 else q * self.scale)[:, :, None],
             k[:, :, None],

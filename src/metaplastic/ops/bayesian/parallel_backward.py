@@ -155,8 +155,6 @@ class _Tile:
     ):  # fmt: skip
         table, chunks, dtype = plan.chunks, some.chunks, some.dtype
         inputs = plan.take(chunks, dtype)
-        noise = inputs.observation_noise
-        inputs = inputs._replace(observation_noise=noise.where(noise != 0, 1))  # beyond the end: 0
         self.turning = before is not None
         self.frame = Frame(inputs, kernels.decay_of(inputs.g), None if before is None else before[chunks])
         refine = saved.whitenings.dtype != dtype

@@ -21,16 +21,16 @@ from torch import Tensor
 
 from ..contract import full_precision
 from ..convolution import reason_against as reason_against_convolution
+from ..rows import BLOCK
 from ..transforms import transformed
 from . import plain
 
-WIDEST = 4096  # values of a head that the kernels hold
 HALVES = (torch.bfloat16, torch.float16)
 
 
 def choose(u: Tensor, e: Tensor, s: Tensor, c: Tensor) -> str:
     """The backend of these inputs, "triton" or "torch"."""
-    fit = u.dtype == e.dtype and u.dtype in HALVES and 0 < u.shape[-1] <= WIDEST
+    fit = u.dtype == e.dtype and u.dtype in HALVES and 0 < u.shape[-1] <= BLOCK
     fit = fit and u.shape == e.shape and s.shape == (*u.shape[:-1], 1) and c.shape == u.shape[2:3]
     if torch.compiler.is_compiling() or not fit or transformed():
         return "torch"

@@ -1,7 +1,6 @@
 r"""The Triton kernels of the write and its evidence; the equations are in :mod:`.`.
 
-Layout     A program has BT tokens of a head and all of its values; heads lie side by side in memory, and so do the
-           programs that run at the same time. Everything is read once and written once.
+Layout     A program has BT tokens of a head and all of its values. Everything is read once and written once.
 Precision  float32 from what is read to what is written. The gradient of c is a sum for each program, and the sums of
            the programs are added up afterwards: no atomics, the same bits in every run.
 """
@@ -12,15 +11,7 @@ Precision  float32 from what is read to what is written. The gradient of c is a 
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def _place(tokens, heads, VALUES: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr):
-    """Of this program: its head, its tokens ``[BT, 1]``, its values ``[1, BV]``, and which of both there are."""
-    program = tl.program_id(0).to(tl.int64)
-    head = program % heads
-    t = program // heads * BT + tl.arange(0, BT)[:, None]
-    value = tl.arange(0, BV)[None, :]
-    return head, t, value, (t < tokens) & (value < VALUES)
+from ..row_kernels import place
 
 
 @triton.jit
@@ -38,7 +29,7 @@ def forward_kernel(
     VALUES: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """Rows of u and e as they come; s, w and beta are contiguous."""
-    head, t, value, here = _place(tokens, heads, VALUES, BT, BV)
+    head, t, value, here = place(tokens, heads, VALUES, BT, BV)
     strength = tl.load(s + t * heads + head, mask=t < tokens, other=0.0).to(tl.float32)
     scale = tl.load(c + head).to(tl.float32)
     values = tl.load(u + t * u_token + head * u_head + value, mask=here, other=0.0).to(tl.float32)
@@ -55,7 +46,7 @@ def backward_kernel(
     VALUES: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """``sums`` [programs of a head, H]; du, de, ds and s are contiguous."""
-    head, t, value, here = _place(tokens, heads, VALUES, BT, BV)
+    head, t, value, here = place(tokens, heads, VALUES, BT, BV)
     strength = tl.load(s + t * heads + head, mask=t < tokens, other=0.0).to(tl.float32)
     scale = tl.load(c + head).to(tl.float32)
     of_write = tl.load(dw + t * dw_token + head * dw_head + value, mask=here, other=0.0).to(tl.float32)

@@ -1,4 +1,4 @@
-"""Tensors in, tensors out: what :mod:`.kernels` are given. Blocks follow from V alone: nothing is tuned."""
+"""Tensors in, tensors out: what :mod:`.kernels` are given."""
 
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false
 # (a function under triton.jit is launched: kernel[grid](...))
@@ -6,16 +6,12 @@
 import torch
 from torch import Tensor
 
-from ..rows import rows, strides
+from ..rows import blocks, rows, strides
 from . import kernels
-
-BLOCK = 4096  # numbers of a program, of each input
-WARPS = 8
 
 
 def _options(values: int) -> dict[str, int]:
-    columns = 1 << max(0, values - 1).bit_length()  # a power of two
-    return {"VALUES": values, "BT": max(1, BLOCK // columns), "BV": columns, "num_warps": WARPS}
+    return {"VALUES": values, **blocks(values)}
 
 
 def forward(u: Tensor, e: Tensor, s: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
@@ -36,11 +32,11 @@ def backward(dw: Tensor, d_beta: Tensor, u: Tensor, e: Tensor, s: Tensor, c: Ten
     found = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (u, e, s)]
     dw, d_beta, u, e = (rows(x) for x in (dw, d_beta, u, e))
     (tokens, heads), options = u.shape[:2], _options(u.shape[2])
-    blocks = -(-tokens // options["BT"])
-    sums = torch.empty((blocks, heads), dtype=torch.float32, device=u.device)
+    programs = -(-tokens // options["BT"])  # of a head
+    sums = torch.empty((programs, heads), dtype=torch.float32, device=u.device)
     if sums.numel():
         with torch.accelerator.device_index(u.device.index):
-            kernels.backward_kernel[(blocks * heads,)](
+            kernels.backward_kernel[(programs * heads,)](
                 dw, d_beta, u, e, s.detach().contiguous(), c.detach().contiguous(), *found, sums, tokens, heads,
                 *strides(dw, d_beta, u, e), **options,
             )  # fmt: skip

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from ..contract import full_precision
 from ..convolution import reason_against as reason_against_convolution
+from ..rows import BLOCK
 
 EPS = 1e-6
-WIDEST = 4096
 
 
 def runs(x: Tensor) -> bool:
     """Whether the kernels take x."""
-    fit = x.dim() == 4 and x.dtype in (torch.bfloat16, torch.float16) and 0 < x.shape[-1] <= WIDEST
+    fit = x.dim() == 4 and x.dtype in (torch.bfloat16, torch.float16) and 0 < x.shape[-1] <= BLOCK
     return fit and reason_against_convolution("triton", x.device.type) is None
 
 

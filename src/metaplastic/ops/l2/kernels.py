@@ -6,21 +6,14 @@
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def _place(tokens, heads, WIDTH: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr):
-    program = tl.program_id(0).to(tl.int64)
-    head = program % heads
-    t = program // heads * BT + tl.arange(0, BT)[:, None]
-    key = tl.arange(0, BK)[None, :]
-    return head, t, key, (t < tokens) & (key < WIDTH)
+from ..row_kernels import place
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def forward_kernel(
-    x, y, tokens, heads, x_token, x_head, EPS: tl.constexpr, WIDTH: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr
+    x, y, tokens, heads, x_token, x_head, EPS: tl.constexpr, WIDTH: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr
 ):
-    head, t, key, here = _place(tokens, heads, WIDTH, BT, BK)
+    head, t, key, here = place(tokens, heads, WIDTH, BT, BV)
     own = tl.load(x + t * x_token + head * x_head + key, mask=here, other=0.0).to(tl.float32)
     inverse = tl.rsqrt(tl.sum(own * own, axis=1) + EPS)[:, None]
     tl.store(y + (t * heads + head) * WIDTH + key, (own * inverse).to(y.dtype.element_ty), mask=here)
@@ -29,9 +22,9 @@ def forward_kernel(
 @triton.jit(do_not_specialize=["tokens"])
 def backward_kernel(
     dy, x, dx, tokens, heads, dy_token, dy_head, x_token, x_head,
-    EPS: tl.constexpr, WIDTH: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+    EPS: tl.constexpr, WIDTH: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    head, t, key, here = _place(tokens, heads, WIDTH, BT, BK)
+    head, t, key, here = place(tokens, heads, WIDTH, BT, BV)
     own = tl.load(x + t * x_token + head * x_head + key, mask=here, other=0.0).to(tl.float32)
     d = tl.load(dy + t * dy_token + head * dy_head + key, mask=here, other=0.0).to(tl.float32)
     inverse = tl.rsqrt(tl.sum(own * own, axis=1) + EPS)[:, None]

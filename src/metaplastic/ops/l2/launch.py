@@ -1,4 +1,4 @@
-"""Tensors in, tensors out: what :mod:`.kernels` are given. Blocks follow from K alone: nothing is tuned."""
+"""Tensors in, tensors out: what :mod:`.kernels` are given."""
 
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false
 # (a function under triton.jit is launched: kernel[grid](...))
@@ -6,24 +6,20 @@
 import torch
 from torch import Tensor
 
-from ..rows import rows, strides
+from ..rows import blocks, rows, strides
 from . import EPS, kernels
-
-BLOCK, WARPS = 4096, 8
 
 
 def _run(kernel, given: list[Tensor], like: Tensor) -> Tensor:
     found = torch.empty(like.shape, dtype=like.dtype, device=like.device)
     given = [rows(x) for x in given]
     tokens, heads, width = given[0].shape
-    columns = 1 << max(0, width - 1).bit_length()
-    block = max(1, BLOCK // columns)
+    options = blocks(width)
     if found.numel():
         with torch.accelerator.device_index(like.device.index):
-            kernel[(-(-tokens // block) * heads,)](
-                *given, found, tokens, heads, *strides(*given),
-                EPS=EPS, WIDTH=width, BT=block, BK=columns, num_warps=WARPS,
-            )  # fmt: skip
+            kernel[(-(-tokens // options["BT"]) * heads,)](
+                *given, found, tokens, heads, *strides(*given), EPS=EPS, WIDTH=width, **options
+            )
     return found
 
 
