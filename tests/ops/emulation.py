@@ -42,9 +42,9 @@ extern "C" void run(unsigned blocks, void** arguments) {{
         )
         run = ctypes.CDLL(str(library)).run
 
-        def launch(blocks, *arguments):
+        def launch(blocks, *arguments, early=False):  # one kernel after another
             values, pointers = nvrtc.pack(arguments)
-            run(ctypes.c_uint(blocks), pointers)
+            run(ctypes.c_uint(blocks), ctypes.c_void_p(pointers.buffer_info()[0]))
 
         return _built.setdefault(wanted, launch)
 

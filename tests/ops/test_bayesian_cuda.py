@@ -217,9 +217,8 @@ def test_every_kernel_compiles():
     kinds_of_scan = [{"FULL": full, "CAREFUL": careful} for full in (0, 1) for careful in (0, 1)]
     kernels = [("scan", sizes | kind) for kind in kinds_of_scan] + [("prepare", sizes)]
     back = sizes | {"VALUES": 128}
-    names = ("open", "reads", "source", "covariance", "careful", "careful_covariance", "known", "inputs")
+    names = ("open", "mean", "reads", "source", "covariance", "careful", "careful_covariance", "known", "inputs")
     kernels += [(f"backward_{n}", back) for n in names]
-    kernels += [("backward_mean", back | {"BLOCK_COLUMNS": 64})]
     kernels += [("output", sizes | {"VARIANCE": 1, "FOR_BACKWARD": 1})]
     kernels += [(f"backward_{n}", {"KEYS": 256, "VALUES": 64}) for n in ("reach", "step")]
     kernels += [(n, sizes) for n in ("walk_mean", "walk_reach", "walk_step", "key_pairs", "key_pairs_back")]

@@ -15,9 +15,11 @@ import importlib
 import logging
 import os
 import re
+import struct
 import tempfile
 import threading
 import time
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ OPTIONS = ("-std=c++17", "--fmad=true")
 
 logger = logging.getLogger("metaplastic")
 _lock = threading.Lock()
+_DOUBLE, _INTEGER = struct.Struct("d"), struct.Struct("q")
 
 
 LEAST_CAPABILITY = (8, 0)  # tensor cores for bf16, copies in the background
@@ -65,7 +68,7 @@ def too_small() -> str | None:
 class Kernel:
     """A loaded kernel: ``kernel(blocks, *arguments)`` launches it on the current stream of its device.
 
-    Arguments: tensors and None become pointers, int a 32-bit int, float a double.
+    Arguments: tensors and None become pointers, int a 32-bit int or an address, float a double.
     """
 
     def __init__(self, code: bytes, name: str, device: int):
@@ -89,36 +92,44 @@ class Kernel:
         limit = attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         _check(driver.cuKernelSetAttribute(limit, self.shared_bytes, kernel, driver.CUdevice(device)))
         self._function = _check(driver.cuKernelGetFunction(kernel))
+        self._early = driver.CUlaunchAttribute()
+        self._early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        self._early.value.programmaticStreamSerializationAllowed = 1
         self.registers = _check(driver.cuFuncGetAttribute(attributes.CU_FUNC_ATTRIBUTE_NUM_REGS, self._function))
 
-    def __call__(self, blocks: int, *arguments: Any) -> None:
+    def __call__(self, blocks: int, *arguments: Any, early: bool = False) -> None:
         if torch.cuda.current_device() != self.device:
             with torch.cuda.device(self.device):
-                return self(blocks, *arguments)
+                return self(blocks, *arguments, early=early)
         values, pointers = pack(arguments)
-        stream = torch.cuda.current_stream(self.device).cuda_stream
-        shape = (blocks, 1, 1, self.threads, 1, 1, self.shared_bytes)
-        launch = (self._function, *shape, stream, ctypes.addressof(pointers), 0)
-        status = self._driver.cuLaunchKernel(*launch)
+        stream = torch._C._cuda_getCurrentRawStream(self.device)  # without the object that takes a tenth of a launch
+        config = self._driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = self.threads, 1, 1
+        config.sharedMemBytes, config.hStream = self.shared_bytes, stream
+        if early:
+            config.attrs, config.numAttrs = [self._early], 1
+        launch = config, self._function, pointers.buffer_info()[0], 0
+        status = self._driver.cuLaunchKernelEx(*launch)
         if status[0].name == "CUDA_ERROR_INVALID_CONTEXT":  # such a thread, of autograd for one
             _check(self._driver.cuCtxSetCurrent(self._context))
-            status = self._driver.cuLaunchKernel(*launch)
+            status = self._driver.cuLaunchKernelEx(*launch)
         _check(status)
 
 
-def pack(arguments: tuple) -> tuple[ctypes.Array, ctypes.Array]:
+def pack(arguments: tuple) -> tuple[array, array]:
     """The arguments' values, 8 bytes each, and the array of pointers to them that a launch takes."""
-    count = len(arguments)
-    values = (ctypes.c_int64 * count)()
-    for i, x in enumerate(arguments):
-        if isinstance(x, Tensor):
-            values[i] = x.data_ptr()
-        elif isinstance(x, int):  # its first four bytes
-            values[i] = x
-        elif x is not None:
-            ctypes.c_double.from_buffer(values, 8 * i).value = x
-    first = ctypes.addressof(values)
-    return values, (ctypes.c_void_p * count)(*range(first, first + 8 * count, 8))
+    values = array("q", [_word(x) for x in arguments])
+    first, count = values.buffer_info()
+    return values, array("q", range(first, first + 8 * count, 8))
+
+
+def _word(x: Any) -> int:
+    if isinstance(x, Tensor):
+        return x.data_ptr()
+    if isinstance(x, float):
+        return _INTEGER.unpack(_DOUBLE.pack(x))[0]
+    return x or 0  # of an int that is no address the first four bytes count
 
 
 def _bindings(part: str) -> Any:

@@ -8,14 +8,15 @@ constexpr int AT_ONCE = WIDE > 128 ? 1 : 2;  // blocks of a chunk each that a mu
 // Of a token over its noise, were its key the least known one: beyond, backward_careful.cu works on the chunk, and also
 // where one has less than this share of that, if that is not negligible beside the noise.
 constexpr float LARGEST_VARIANCE = 32.f, SMALLEST_SHARE = 0x1p-8f, NEGLIGIBLE = 0x1p-8f;
+constexpr int MEAN_COLUMNS = KEYS <= 128 && VALUES % 128 == 0 ? 128 : 64;  // values of a block of backward_mean.cu
 constexpr int VECTORS = 5;  // per chunk: decay since the entry, gathered noise, decay to the end, 1 / deviation, noise
 
 // Per chunk and head: by what the split matrices of device memory are to be multiplied (what takes the place of another
 // takes its number too), the same of both entry states, and sums that the decay's gradient needs: dM M0, P0 dP, the
 // trace of dP, dU U (dP and dM are those of the states after the chunk); whether backward_careful.cu works on it, and
-// for that what float32 leaves of P0 dP.
+// for that what float32 leaves of P0 dP; and, as an int, how many blocks of the recursions have left it behind.
 enum { GAIN, CLOSED, READ, SOURCE = READ, INNOVATION, WEIGHTS, D_RESIDUAL, D_WEIGHTS, PRODUCTS, MEAN, COVARIANCE,
-       WITH_MEAN, WITH_COVARIANCE, TRACE, WITH_GAIN, CAREFUL, WITH_COVARIANCE_REST, SCALES = 16 };
+       WITH_MEAN, WITH_COVARIANCE, TRACE, WITH_GAIN, CAREFUL, WITH_COVARIANCE_REST, LEFT_BY, SCALES = 20 };
 
 template <int COLUMNS> using Exact = Tile<C, COLUMNS, false>;
 
@@ -74,15 +75,29 @@ template <int N> struct Part {
         by *= scale.up;
         each([&](int row, int column, float& x, float& y) { tile.put(row, column, by * x, by * y); });
     }
-    // The same to device memory; the low plane follows the high one.
+    // The same to device memory; the low plane follows the high one. Of two neighbouring tiles of 8 columns one lane of
+    // two takes what both have of the first, the other one of the second: whole sectors are written at once.
     __device__ __forceinline__ void to_memory(u16* memory, float* number, Scale scale, float by = 1.f) {
         by *= scale.up;
-        each([&](int row, int column, float& x, float& y) {
-            u32 high, low;
-            split(by * x, by * y, high, low);
-            *(u32*)(memory + row * N + column) = high;
-            *(u32*)(memory + (C + row) * N + column) = low;
-        });
+        const int lane = threadIdx.x % 32, odd = lane % 2;
+        memory += (row() + lane / 4) * N + column() + 8 * odd + lane % 4 / 2 * 4;
+        auto put = [&](u16* to, u32 first, u32 second) {
+            const u32 other = __shfl_xor_sync(~0u, odd ? first : second, 1);
+            put_words(to, odd ? other : first, odd ? second : other);
+        };
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+#pragma unroll
+            for (int j = 0; j < 2 * pairs; j += 2)
+#pragma unroll
+                for (int r = 0; r < 4; r += 2) {
+                    const float(&a)[4] = x[i][j], (&b)[4] = x[i][j + 1];
+                    u32 first[2], second[2];  // high and low
+                    split(by * a[r], by * a[r + 1], first[0], first[1]);
+                    split(by * b[r], by * b[r + 1], second[0], second[1]);
+                    u16* to = memory + (16 * i + 4 * r) * N + 8 * j;
+                    put(to, first[0], second[0]), put(to + C * N, first[1], second[1]);
+                }
         if (threadIdx.x == 0) *number = scale.down;
     }
     // Sums over columns of f(row, column, x, y), for the four warps that share a row: sums[4][64].
@@ -183,6 +198,17 @@ __device__ __forceinline__ void fetch_vectors(float* to, const float* from) {
     if (threadIdx.x < VECTORS * C / 4) copy_16((u32*)to + 4 * threadIdx.x, from + 4 * threadIdx.x, true);
 }
 
+// The same of a bf16 input, as it is, from the chunk's first token on: `pitch` numbers from token to token.
+template <int COLUMNS>
+__device__ __forceinline__ void fetch_tokens(Exact<COLUMNS> to, const u16* from, int pitch, int tokens) {
+#pragma unroll
+    for (int i = threadIdx.x; i < C * COLUMNS / 8; i += THREADS) {
+        const int row = i / (COLUMNS / 8), column = i % (COLUMNS / 8) * 8;
+        const bool valid = row < tokens;
+        copy_16((u32*)(to.at + row * to.stride + column), valid ? from + (i64)row * pitch + column : from, valid);
+    }
+}
+
 // Tokens of a bf16 input [tokens, heads, COLUMNS] on their way through registers into an exact tile.
 template <int COLUMNS> struct Tokens {
     static constexpr int count = C * COLUMNS / 8 / THREADS;
@@ -275,15 +301,33 @@ template <int ROWS, int COLUMNS, int PITCH> struct Piece {
     }
 };
 
+// Of the first 64 threads each has a token's log decay: they, and the sums of those after it in its block of 16, are
+// what decay_ratios takes.
+__device__ __forceinline__ void decay_sums(float x, float* g, float* rest) {
+    const int at = threadIdx.x % 16;
+    g[threadIdx.x] = x;
+#pragma unroll
+    for (int by = 1; by < 16; by *= 2) {
+        const float y = __shfl_down_sync(~0u, x, by);
+        if (at + by < 16) x += y;
+    }
+    x = __shfl_down_sync(~0u, x, 1);
+    rest[threadIdx.x] = at < 15 ? x : 0.f;
+}
 // ratio[t * 65 + s] = exp(g_{s+1} + ... + g_t) for s <= t, else 0: sums of numbers of one sign, -inf allowed.
 constexpr int RATIO = C + 1;
-__device__ __forceinline__ void decay_ratios(float* ratio, const float* g) {
-    int s = threadIdx.x % C, begin = threadIdx.x / C * (C / 4);
-    float sum = 0.f;
-    for (int j = s + 1; j < begin; j++) sum += g[j];
-    for (int t = begin; t < begin + C / 4; t++) {
-        if (t > s) sum += g[t];
-        ratio[t * RATIO + s] = t >= s ? expf(sum) : 0.f;
+__device__ __forceinline__ void decay_ratios(float* ratio, const float* g, const float* rest) {
+    const int s = threadIdx.x % C, own = s / 16, block = threadIdx.x / C;
+    float sum = block > own ? rest[s] : 0.f;
+#pragma unroll
+    for (int b = 1; b < C / 16 - 1; b++)
+        if (b > own && b < block) sum += g[16 * b] + rest[16 * b];
+    ratio += 16 * block * RATIO + s;
+#pragma unroll
+    for (int t = 0; t < 16; t++) {
+        const int after = 16 * block + t - s;
+        if (after > 0) sum += g[16 * block + t];
+        ratio[t * RATIO] = after >= 0 ? expf(sum) : 0.f;
     }
 }
 
@@ -327,10 +371,12 @@ __device__ __forceinline__ void add_row(
 struct Place {
     i64 first, index;  // the chunk's first token; chunk * heads + head
     int tokens, head, heads;
-    __device__ __forceinline__ Place(const i64* table, int heads) : heads(heads) {
-        index = blockIdx.x;
-        i64 chunk = index / heads;
-        head = (int)(index % heads);
+    // `order`: which chunk is whose turn; without it they come as they are.
+    __device__ __forceinline__ Place(const i64* table, int heads, const i64* order = 0) : heads(heads) {
+        i64 chunk = blockIdx.x / heads;
+        if (order) chunk = order[chunk];
+        head = blockIdx.x % heads;
+        index = chunk * heads + head;
         first = table[2 * chunk], tokens = (int)table[2 * chunk + 1];
     }
     template <class T> __device__ __forceinline__ T* tokens_of(T* x, int size) const {
@@ -339,10 +385,27 @@ struct Place {
     template <class T> __device__ __forceinline__ T* of(T* x, int size) const { return x + index * size; }
 };
 
-// Whether backward_careful.cu works on a chunk of this head of a sequence: the same answer in every thread.
-__device__ __forceinline__ bool has_careful(const float* scales, i64 first, i64 end, int heads, int head) {
+// Whether backward_careful.cu works on any of the chunks and heads `begin`, `begin` + `step`, ... before `end`, or on a
+// chunk of a head of a sequence: the same answer in every thread.
+__device__ __forceinline__ bool any_careful(const float* scales, i64 begin, i64 end, int step) {
     int found = 0;
-    for (i64 chunk = first + threadIdx.x % 32; chunk < end; chunk += 32)
-        found |= scales[(chunk * heads + head) * SCALES + CAREFUL] != 0.f;
+    for (i64 index = begin + threadIdx.x % 32 * step; index < end; index += 32 * step)
+        found |= scales[index * SCALES + CAREFUL] != 0.f;
     return __ballot_sync(~0u, found) != 0;
+}
+__device__ __forceinline__ bool has_careful(const float* scales, i64 first, i64 end, int heads, int head) {
+    return any_careful(scales, first * heads + head, end * heads, heads);
+}
+
+// A block of a recursion counts a chunk that it leaves behind: one thread, once a barrier stands behind all that the
+// block wrote for it.
+__device__ __forceinline__ void leave(float* number) { announce_one((int*)number + LEFT_BY); }
+// A kernel after it that is launched early works on a chunk once so many blocks have left it. Its blocks stand in the
+// order in which chunks are left, and the last one sees the recursion end: what is launched next finds all of it done.
+__device__ __forceinline__ void await_recursion(const float* number, int blocks) {
+    if (threadIdx.x == 0) await((const int*)number + LEFT_BY, blocks);
+    __syncthreads();
+}
+__device__ __forceinline__ void end_after_recursion() {
+    if (blockIdx.x == gridDim.x - 1) await_kernels_before();
 }

@@ -4,10 +4,10 @@ bf16 inputs with one decay per head, one noise group and no gradient of the vari
 steps of :mod:`metaplastic.ops.bayesian.parallel_backward`: ``backward_open.cu``; ``backward_mean.cu``, the recursion of
 the means; ``backward_reads.cu`` and ``backward_source.cu``; ``backward_covariance.cu``, that of the covariances, or, of
 more than 128 keys, ``backward_reach.cu`` and ``backward_step.cu`` in turn; ``backward_known.cu`` and
-``backward_inputs.cu``. ``backward_careful.cu`` does in float64 what single chunks are before, between and after the
-recursions. Everything else goes that module's way, in batched products of float32, with kernels for its recursions
-(``walk.py``) and for decays per key (``key_decays.py``), and in float64 for chunks in which a token may be far less
-certain than its noise.
+``backward_inputs.cu``. The kernel behind a recursion runs beside it, on the chunks that it has left.
+``backward_careful.cu`` does in float64 what single chunks are before, between and after the recursions. Everything else
+goes that module's way, in batched products of float32, with kernels for its recursions (``walk.py``) and for decays per
+key (``key_decays.py``), and in float64 for chunks in which a token may be far less certain than its noise.
 """
 
 import itertools
@@ -28,8 +28,8 @@ from .walk import KernelWalk
 FOLDER = Path(__file__).parent
 LARGEST = 256  # keys and values that the kernels take
 IN_ONE_BLOCK = HELD  # keys of which a block walks all of a covariance's gradient
-BLOCK_COLUMNS = 64  # values of a block of backward_mean.cu
 CAREFUL_BLOCKS = 132  # of backward_careful.cu, each with a room of its own
+SCALES = 20  # backward.cuh
 
 Optional = Tensor | None
 
@@ -76,12 +76,13 @@ def _fit(x: Tensor, dtype: torch.dtype, *padding: int) -> Tensor:
 
 
 class _Backward:
-    """One backward pass. Split matrices (backward.cuh) are two planes of 16 bits, whatever type they have here."""
+    """One backward pass. Split matrices (backward.cuh) are two planes of 16 bits, as many words as numbers."""
 
     def __init__(self, q, k, v, g, process, observation, means, covariances, whitenings, offsets, scale):
         self.heads, keys, values = q.shape[2], q.shape[3], v.shape[3]
         self.keys, self.values = _padded(keys), _padded(values)
         self.given, self.scale, self.device = (q, k, v, g, process, observation), float(scale), q.device
+        self.columns = 128 if self.keys <= HELD and self.values % 128 == 0 else 64  # MEAN_COLUMNS
         more, extra = self.keys - keys, self.values - values
         self.q, self.k = (_fit(x, torch.bfloat16, 0, more) for x in (q, k))
         self.v = _fit(v, torch.bfloat16, 0, extra)
@@ -102,26 +103,27 @@ class _Backward:
             for x, size in zip((means, covariances, whitenings), saved, strict=True)
         )
 
-    def _kernel(self, name: str, **definitions: int) -> Callable:
-        shape = {"KEYS": self.keys, "VALUES": self.values, **definitions}
-        return nvrtc.kernel(FOLDER, f"backward_{name}", self.device.index or 0, **shape)
+    def _kernel(self, name: str) -> Callable:
+        return nvrtc.kernel(FOLDER, f"backward_{name}", self.device.index or 0, KEYS=self.keys, VALUES=self.values)
 
-    def _launch(self, name: str, blocks: int, *arguments: Any, **definitions: int) -> None:
+    def _launch(self, name: str, blocks: int, *arguments: Any, early: bool = False) -> None:
         if blocks:
-            self._kernel(name, **definitions)(blocks, *arguments)
+            self._kernel(name)(blocks, *arguments, early=early)
 
-    def _split(self, *shape: int) -> Tensor:
-        return self.q.new_empty((self.cut.chunks, self.heads, 2, *shape))
+    def _new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return self.g.new_empty(shape, dtype=dtype)
 
-    def _new(self, *shape: int) -> Tensor:
-        return self.g.new_empty((self.cut.chunks, self.heads, *shape))
+    def _room(self, *words: int) -> tuple[Tensor, list[int]]:
+        """Matrices of so many words, of every chunk and head: their addresses in one tensor, which takes the host less
+        time than one for each."""
+        slots = self.cut.chunks * self.heads
+        room = self._new(slots * sum(words))
+        return room, list(itertools.accumulate((4 * slots * n for n in words[:-1]), initial=room.data_ptr()))
 
-    def _final(self, d: Tensor | None, like: Tensor, *size: int) -> Tensor:
-        if d is None:
-            return self.g.new_zeros((*like.shape[:2], *size))
-        return _fit(d, torch.float32, 0, size[1] - d.shape[-1], 0, size[0] - d.shape[-2])
+    def _final(self, d: Tensor | None, *padding: int) -> Tensor | None:
+        return None if d is None else _fit(d, torch.float32, *padding)
 
-    def _careful(self, phase: int, d_output: Tensor, known: list, places: list, scales: Tensor) -> None:
+    def _careful(self, phase: int, d_output: Tensor, known: list, places: list, scales: int) -> None:
         """Chunks that 22 bits are too few for: before the recursions, between them, and after them."""
         most, per_key, per_value, per_token = (96, 3, 2, 3) if phase == 1 else (CAREFUL_BLOCKS, 8, 3, 5)
         rooms = min(self.cut.chunks * self.heads, most)
@@ -129,23 +131,21 @@ class _Backward:
         self._launch(
             "careful", rooms, self.q, self.k, self.v, d_output, self.g, self.process, self.observation, self.means,
             self.covariances, *self.rests, self.whitenings, self.cut.table, *known, *places, scales,
-            self.q.new_empty((rooms, size), dtype=torch.float64), self.cut.chunks, self.heads, phase,
-            self.scale,
+            self._new(rooms, size, dtype=torch.float64), self.cut.chunks, self.heads, phase, self.scale,
         )  # fmt: skip
 
-    def _walk(self, gain, closed, source, vectors, d_final, between, scales) -> Tensor:
+    def _walk(self, gain, closed, source, vectors, d_final, between, scales, d_initial) -> None:
         """The recursion of the covariances: in one kernel, or, of more keys than a block can hold, a chunk a launch."""
         keys, items, first, heads = self.keys, self.cut.sequences * self.heads, self.cut.first, self.heads
         if keys <= IN_ONE_BLOCK:
-            d_initial = torch.empty_like(d_final)
             self._launch(
                 "covariance", items, gain, closed, source, self.covariances, vectors, d_final, first, between, scales,
                 d_initial, heads,
             )  # fmt: skip
-            return d_initial
-        d_initial, parts = d_final.clone(), keys // CHUNK
-        reached, sources = self.g.new_empty((2, items, CHUNK, keys))
-        sums = self.g.new_empty((items, 2, parts))
+            return
+        parts = keys // CHUNK
+        reached, sources = self._new(2, items, CHUNK, keys)
+        sums = self._new(items, 2, parts)
         if self.steps and (blocks := items * parts):
             reach, step = self._kernel("reach"), self._kernel("step")
             for n in range(self.steps):
@@ -156,41 +156,46 @@ class _Backward:
                     blocks, gain, closed, source, vectors, scales, reached, sources, sums, first, between, d_initial,
                     heads, n,
                 )  # fmt: skip
-        return d_initial
 
     def run(self, d_output, d_mean, d_covariance, mean, covariance) -> tuple[Tensor, ...]:
         keys, values, heads, table = self.keys, self.values, self.heads, self.cut.table
+        first, backwards = self.cut.first, self.cut.backwards
         wide, blocks, scale = max(keys, values), self.cut.chunks * heads, self.scale
+        of_sequences, sizes = self.cut.sequences * heads, mean.shape[-2:]
+        more, extra = keys - sizes[0], values - sizes[1]
         d_output = _fit(d_output, torch.bfloat16, 0, values - d_output.shape[-1])
         if d_covariance is not None:
             d_covariance = (d_covariance + d_covariance.mT).reshape(*mean.shape[:2], *covariance.shape[-2:]) / 2
-        d_mean = self._final(None if d_mean is None else d_mean.mT, mean, values, keys)
-        d_covariance = self._final(d_covariance, mean, keys, keys)
-
-        gain, closed, read = (self._split(CHUNK, keys) for _ in range(3))
-        innovation, weights = self._split(CHUNK, wide), self._split(CHUNK, CHUNK)
-        vectors, scales = self._new(5, CHUNK), self._new(16)
+        d_mean, d_covariance = self._final(d_mean, 0, extra, 0, more), self._final(d_covariance, 0, more, 0, more)
+        in_one = keys <= IN_ONE_BLOCK
+        d_first = self._new(*mean.shape[:2], keys, values)
+        d_initial = self._new(*mean.shape[:2], keys, keys)
+        if not in_one:
+            d_initial.zero_() if d_covariance is None else d_initial.copy_(d_covariance)
+        # What packed sequences leave out is zero; padding of K and V is cut off.
+        outside = self.cut.tokens < self.q.shape[0] * self.q.shape[1]
+        new = torch.zeros_like if outside else torch.empty_like
+        rows, square = CHUNK * wide, CHUNK * CHUNK
+        loops, (gain, closed) = self._room(CHUNK * keys, CHUNK * keys)
+        kept, (read, innovation, weights, vectors, scales) = self._room(CHUNK * keys, rows, square, 5 * CHUNK, SCALES)
         self._launch(
             "open", blocks, self.q, self.k, self.v, self.g, self.process, self.observation, self.means,
             self.covariances, self.whitenings, table, gain, closed, read, innovation, weights, vectors, scales, heads,
             scale,
         )  # fmt: skip
         self._careful(0, d_output, [None] * 3, [gain, closed, read, innovation, weights, *[None] * 6], scales)
-        d_means, d_innovation = self._new(values, keys), self._split(CHUNK, wide)
-        d_first = torch.empty_like(d_mean)
-        of_sequences = self.cut.sequences * heads
-        self._launch(
-            "mean", of_sequences * values // BLOCK_COLUMNS, gain, closed, read, d_output, vectors, scales, d_mean,
-            table, self.cut.first, d_means, d_innovation, d_first, heads, BLOCK_COLUMNS=BLOCK_COLUMNS,
-        )  # fmt: skip
-        # What packed sequences leave out is zero; padding of K and V is cut off.
-        outside = self.cut.tokens < self.q.shape[0] * self.q.shape[1]
-        new = torch.zeros_like if outside else torch.empty_like
-        d_weights, products = self._split(CHUNK, CHUNK), self._split(CHUNK, CHUNK)
+        states, (d_means,) = self._room(values * keys)
+        gradients, (d_innovation, d_weights, products) = self._room(rows, square, square)
         dv = new(self.v)
+        # A recursion leaves many multiprocessors to what follows it chunk by chunk, which is launched early: nothing
+        # else may be launched between the two, and nothing be freed there that the recursion reads.
         self._launch(
-            "reads", blocks, d_output, innovation, weights, self.whitenings, vectors, table, d_innovation, d_weights,
-            products, dv, scales, heads,
+            "mean", of_sequences * values // self.columns, gain, closed, read, d_output, vectors, scales, d_mean, table,
+            first, d_means, d_innovation, d_first, heads,
+        )  # fmt: skip
+        self._launch(
+            "reads", blocks, d_output, innovation, weights, self.whitenings, vectors, table, backwards, d_innovation,
+            d_weights, products, dv, scales, heads, early=True,
         )  # fmt: skip
         source = read  # its room
         self._launch(
@@ -200,32 +205,32 @@ class _Backward:
         places = [gain, closed, source, innovation, None, d_weights, *[None] * 5]
         self._careful(1, d_output, [d_means, None, None], places, scales)
         between = weights
-        d_initial = self._walk(gain, closed, source, vectors, d_covariance, between, scales)
-        rooms = min(of_sequences, CAREFUL_BLOCKS)
-        size = keys * keys + 3 * CHUNK * keys + CHUNK * CHUNK
+        rooms, size = min(of_sequences, CAREFUL_BLOCKS), keys * keys + 3 * CHUNK * keys + CHUNK * CHUNK
         self._launch(
             "careful_covariance", rooms, self.k, self.g, self.observation, self.covariances, *self.rests,
-            self.whitenings, d_weights, gain, closed, source, innovation, d_covariance, table, self.cut.first, between,
-            scales, d_initial, self.g.new_empty((rooms, size), dtype=torch.float64), self.cut.sequences, heads,
+            self.whitenings, d_weights, gain, closed, source, innovation, d_covariance, table, first, between, scales,
+            d_initial, self._new(rooms, size, dtype=torch.float64), self.cut.sequences, heads,
         )  # fmt: skip
-        del closed, places
+        self._walk(gain, closed, source, vectors, d_covariance, between, scales, d_initial)
         self._launch(
-            "known", blocks, self.q, self.k, self.whitenings, vectors, between, gain, table, d_weights, products,
-            innovation, source, scales, heads, scale,
+            "known", blocks, self.q, self.k, self.whitenings, vectors, between, gain, table, backwards, d_weights,
+            products, innovation, source, scales, heads, scale, early=in_one,
         )  # fmt: skip
-        del gain
+        del loops
         found = [new(x) for x in (self.q, self.k, self.g, self.process, self.observation)]
         self._launch(
             "inputs", blocks, self.q, self.k, d_output, self.g, self.means, self.covariances, vectors, products,
             d_weights, innovation, source, d_innovation, scales, table, *found, heads, scale,
         )  # fmt: skip
-        del innovation, d_innovation, d_weights, products
+        del gradients
         self._careful(2, d_output, [d_means, between, source], [*[None] * 6, *found], scales)
+        del kept, states
         dq, dk, dg, d_process, d_observation = found
         found = [
             d[..., : x.shape[-1]].contiguous() if d.dim() == 4 else d.to(x.dtype).reshape(x.shape)
             for d, x in zip((dq, dk, dv, dg, d_process, d_observation), self.given, strict=True)
         ]
-        size, columns = mean.shape[-2:]
-        d_initial = (d_initial + d_initial.mT)[..., :size, :size].reshape(covariance.shape) / 2
-        return *found, d_first.mT[..., :size, :columns].contiguous(), d_initial
+        if not in_one:
+            d_initial = (d_initial + d_initial.mT) / 2
+        d_initial = d_initial[..., : sizes[0], : sizes[0]].reshape(covariance.shape)
+        return *found, d_first[..., : sizes[0], : sizes[1]].contiguous(), d_initial

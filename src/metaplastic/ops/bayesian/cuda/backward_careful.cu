@@ -42,7 +42,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_careful(
     double *const W = room, *const LW = W + OF_KEYS, *const U = LW + OF_KEYS, *const G = between ? W : U + OF_KEYS;
     double *const e = between ? U + OF_KEYS : G + 5 * OF_KEYS, *const Z = e + (between ? 2 : 3) * OF_VALUES;
 
-    for (i64 index = blockIdx.x; index < (i64)chunks * heads; index += gridDim.x) {
+    const i64 count = (i64)chunks * heads;
+    if (!any_careful(scales, blockIdx.x, count, gridDim.x)) return;
+    for (i64 index = blockIdx.x; index < count; index += gridDim.x) {
         float* const number = scales + index * SCALES;
         if (number[CAREFUL] == 0.f) continue;
         __syncthreads();

@@ -28,7 +28,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_careful_covari
         const i64 sequence = item / heads, first = chunks[sequence], end = chunks[sequence + 1];
         const int head = (int)(item % heads);
         if (!has_careful(scales, first, end, heads, head)) continue;
-        for (int i = thread; i < KEYS * KEYS; i += THREADS) d[i] = d_final[item * KEYS * KEYS + i];
+        for (int i = thread; i < KEYS * KEYS; i += THREADS) d[i] = d_final ? d_final[item * KEYS * KEYS + i] : 0.;
         for (i64 chunk = end - 1; chunk >= first; chunk--) {
             const i64 index = chunk * heads + head, start = table[2 * chunk];
             const int tokens = (int)table[2 * chunk + 1];
@@ -108,9 +108,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_careful_covari
                         to = last * last * to - x;
                     });
             __syncthreads();
+            if (thread == 0) leave(number);
         }
         __syncthreads();
-        for (int i = thread; i < KEYS * KEYS; i += THREADS) d_initial[item * KEYS * KEYS + i] = (float)d[i];
+        for (int i = thread; i < KEYS * KEYS; i += THREADS)
+            d_initial[item * KEYS * KEYS + i] = (float)((d[i] + d[i % KEYS * KEYS + i / KEYS]) / 2);
         __syncthreads();
     }
 }

@@ -27,7 +27,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_covariance(
     i64 sequence = blockIdx.x / heads, first = chunks[sequence], count = chunks[sequence + 1] - first;
     int head = blockIdx.x % heads, warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = 16 * warp + lane / 4;
     int pair = lane % 4 * 2;
-    if (has_careful(scales, first, first + count, heads, head)) return;  // backward_careful_covariance.cu does it
+    next_may_begin();
+    if (has_careful(scales, first, first + count, heads, head)) return;  // backward_careful_covariance.cu did it
 
     float p[KEYS / 8][4];
     auto of = [&](int n, int i) { return (row + i / 2 * 8) * KEYS + 8 * n + pair; };
@@ -35,7 +36,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_covariance(
 #pragma unroll
     for (int n = 0; n < KEYS / 8; n++)
 #pragma unroll
-        for (int i = 0; i < 4; i++) p[n][i] = from[of(n, i) + i % 2];
+        for (int i = 0; i < 4; i++) p[n][i] = d_final ? from[of(n, i) + i % 2] : 0.f;
     auto get = [&](Wide to, const u16* memory, i64 index) {
         fetch(to, memory + index * 2 * C * KEYS);
         copies_issued();
@@ -57,6 +58,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_covariance(
         Scale of_state(largest_of_warp(most));
         copies_arrived();
         __syncthreads();
+        if (threadIdx.x == 0 && chunk < first + count - 1) leave(number + heads * SCALES);
         {  // lies in the room of (Z G)^T till that is made
             constexpr int step = THREADS / (KEYS / 4);
             int at = threadIdx.x / (KEYS / 4), column = threadIdx.x % (KEYS / 4) * 4;
@@ -237,9 +239,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_covariance(
 #pragma unroll
             for (int i = 0; i < 4; i++) p[n][i] -= turned[(8 * n + pair + i % 2) * PITCH + row + i / 2 * 8];
     }
+    __syncthreads();
+#pragma unroll
+    for (int n = 0; n < KEYS / 8; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i += 2)
+            *(float2*)(turned + (row + 4 * i) * PITCH + 8 * n + pair) = make_float2(p[n][i], p[n][i + 1]);
+    __syncthreads();
+    if (threadIdx.x == 0 && count) leave(scales + (first * heads + head) * SCALES);
     float* to = d_initial + (sequence * heads + head) * KEYS * KEYS;
 #pragma unroll
     for (int n = 0; n < KEYS / 8; n++)
 #pragma unroll
-        for (int i = 0; i < 4; i += 2) *(float2*)(to + of(n, i)) = make_float2(p[n][i], p[n][i + 1]);
+        for (int i = 0; i < 4; i += 2) {
+            const float* other = turned + (8 * n + pair) * PITCH + row + 4 * i;
+            *(float2*)(to + of(n, i)) = make_float2((p[n][i] + other[0]) / 2, (p[n][i + 1] + other[PITCH]) / 2);
+        }
 }

@@ -44,7 +44,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE) backward_inputs(
     Wide dw(left);
     fetch(dw, at.of(d_spread, 2 * C * KEYS));
     copies_issued();
-    if (thread < C) g[thread] = thread < at.tokens ? log_decay[(at.first + thread) * heads + at.head] : 0.f;
+    if (thread < C)  // what takes the other room is not there yet
+        decay_sums(thread < at.tokens ? log_decay[(at.first + thread) * heads + at.head] : 0.f, g, to_decay);
     {
         Tokens<KEYS> key;
         key.load(at.tokens_of(k, KEYS), heads, at.tokens);
@@ -128,20 +129,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE) backward_inputs(
         query.load(at.tokens_of(q, KEYS), heads, at.tokens);
         peaks.see(OF_QUERIES, query.largest());
         __syncthreads();
+        fetch(later_keys, da);  // what comes of it takes its place
+        fetch(later_queries, dx);
+        copies_issued();
         query.store(queries, peaks.scale(OF_QUERIES));
         float* ratio = (float*)left;
-        decay_ratios(ratio, g);
+        decay_ratios(ratio, g, to_decay);
+        copies_arrived();
         __syncthreads();
         Part<C> a, c;  // E R and dX R
         float of_across = 0.f, of_among = 0.f, of_later = 0.f;
         int n = 0;
         a.each([&](int t, int s, float& x, float& y) {
-            Two known = from_memory<C>(da, known_down, t, s), crossed = from_memory<C>(dx, crossed_down, t, s);
+            Two known = later_keys.get(t, s), crossed = later_queries.get(t, s);
             float r = ratio[t * RATIO + s], u = ratio[t * RATIO + s + 1];
             float by = gathered[s] * white[s], also = gathered[s + 1] * white[s + 1];
-            x = (s == t ? 1.f : 2.f) * known.x * r, y = (s + 1 == t ? 1.f : 2.f) * known.y * u;  // 0 above
+            x = (s == t ? 1.f : 2.f) * (known_down * known.x) * r;  // 0 above
+            y = (s + 1 == t ? 1.f : 2.f) * (known_down * known.y) * u;
             float(&to)[4] = c.x[n / (4 * Part<C>::pairs)][n / 2 % (2 * Part<C>::pairs)];
-            float p = to[n % 2 * 2] = crossed.x * r, q = to[n % 2 * 2 + 1] = crossed.y * u;
+            float p = to[n % 2 * 2] = crossed_down * crossed.x * r;
+            float q = to[n % 2 * 2 + 1] = crossed_down * crossed.y * u;
             n++;
             of_across = larger(of_across, larger(size_of(p) * by, size_of(q) * also));
             of_among = larger(of_among, larger(size_of(x) * by, size_of(y) * also));
@@ -190,6 +197,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE) backward_inputs(
         add_product<false, false>(to_key, among, keys, 0, most);
         key_factor = down;
     }
+    __syncthreads();
+    Wide sent(left);
+    fetch(sent, db);
+    copies_issued();
     Part<KEYS> later;
     float later_factor;
     {
@@ -200,11 +211,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE) backward_inputs(
         add_product<true, false>(later, later_queries, queries, Part<KEYS>::row(), C);
         later_factor = by_query;
     }
-    later.each([&](int t, int d, float& x, float& y) {
-        Two sent = from_memory<KEYS>(db, sent_down, t, d);
-        x = later_factor * x + tail[t] * sent.x, y = later_factor * y + tail[t] * sent.y;
-    });
+    copies_arrived();
     __syncthreads();
+    later.each([&](int t, int d, float& x, float& y) {
+        Two both = sent.get(t, d);
+        float by = tail[t] * sent_down;
+        x = later_factor * x + by * both.x, y = later_factor * y + by * both.y;
+    });
     if (thread < C) to_decay[thread] = sum_of_four(sums);
     __syncthreads();
     later.row_sums(sums, [&](int t, int d, float x, float y) {
@@ -231,27 +244,34 @@ extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE) backward_inputs(
         });
     }
     __syncthreads();
-    bool valid = thread < at.tokens;  // at most C
-    i64 token = (at.first + thread) * heads + at.head;
     if (thread < C) {
         float with_key = sum_of_four(sums), w = white[thread];
         to_decay[thread] += w * with_key;
         Two both = from_memory<C>(da, known_down, thread, thread & ~1);
-        if (valid) d_observation[token] = w * w * (thread & 1 ? both.y : both.x);
+        if (thread < at.tokens)
+            d_observation[(at.first + thread) * heads + at.head] = w * w * (thread & 1 ? both.y : both.x);
     }
     __syncthreads();
-    if (thread == 0) {
-        float last = entry[C - 1];
-        to_decay[C - 1] += number[WITH_GAIN] + last * (2.f * last * number[WITH_COVARIANCE] + number[WITH_MEAN]);
-        float d = number[TRACE], sum = 0.f;
-        for (int t = C - 1; t >= 0; t--) {
-            d += to_noise[t], sum += to_decay[t];
-            to_noise[t] = d;
-            to_decay[t] = sum + 2.f * (gathered[t] - noise[t]) * d;
-            float a = expf(g[t]);
-            d *= a * a;
-        }
+    if (thread >= 32) return;
+    // From the last token on, sum_t = to_decay_t + sum_{t+1} and, what is sent on, s_t = a_t^2 (dN_t + s_{t+1}). Every
+    // lane has two tokens, as a sum and as s -> by s + added, and then those of all from its own on.
+    const int t = 2 * thread;
+    const float last = entry[C - 1], a = expf(2.f * g[t]), also = expf(2.f * g[t + 1]), trace = number[TRACE];
+    const float end = number[WITH_GAIN] + last * (2.f * last * number[WITH_COVARIANCE] + number[WITH_MEAN]);
+    float sum = to_decay[t] + to_decay[t + 1], by = a * also, added = a * (to_noise[t] + also * to_noise[t + 1]);
+#pragma unroll
+    for (int lanes = 1; lanes < 32; lanes *= 2) {
+        const float x = __shfl_down_sync(~0u, sum, lanes), y = __shfl_down_sync(~0u, by, lanes);
+        const float z = __shfl_down_sync(~0u, added, lanes);
+        if (thread + lanes < 32) sum += x, added += by * z, by *= y;
     }
-    __syncthreads();
-    if (thread < C && valid) dg[token] = to_decay[thread], d_process[token] = to_noise[thread];
+    const float rest = __shfl_down_sync(~0u, sum, 1), before = __shfl_down_sync(~0u, added + by * trace, 1);
+    auto give = [&](int t, float sum, float d) {
+        const i64 token = (at.first + t) * heads + at.head;
+        if (t < at.tokens) dg[token] = sum + 2.f * (gathered[t] - noise[t]) * d, d_process[token] = d;
+    };
+    sum = to_decay[t + 1] + (thread < 31 ? rest + end : end);
+    float d = to_noise[t + 1] + (thread < 31 ? before : trace);
+    give(t + 1, sum, d);
+    give(t, to_decay[t] + sum, to_noise[t] + also * d);
 }

@@ -16,21 +16,21 @@ extern "C" __device__ const int launch_shape[2] = {THREADS, 4 * WORDS};
 
 extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE) backward_known(
     const u16* q, const u16* k, const float* whitenings, const float* vectors, const u16* between, const u16* gain,
-    const i64* table,
-    u16* d_weights, u16* products, u16* d_gain, u16* reached, float* scales, int heads, double scale_) {
+    const i64* table, const i64* backwards, u16* d_weights, u16* products, u16* d_gain, u16* reached, float* scales,
+    int heads, double scale_) {
     SHARED;
     u32* wide = shared + 3 * Square::words;
     Peaks peaks(wide + ROOM);
     Square whitening(shared), h(shared + Square::words), d_z(shared + 2 * Square::words);
     Wide du(wide);
     Exact<KEYS> queries(wide), keys(wide + Exact<KEYS>::words);
-    Place at(table, heads);
+    Place at(table, heads, backwards);
     float *entry = peaks.at + 8 * TILES, *white = entry + 3 * C;
     float scale = (float)scale_, *number = at.of(scales, SCALES), dz_down = number[D_WEIGHTS];
     u16 *dx_memory = at.of(d_weights, 2 * C * C), *da_memory = at.of(products, 2 * C * C);
     const Scale of_inverse = of_whitening();
     float with_gain;
-    if (number[CAREFUL] != 0.f) return;  // backward_careful.cu does it
+    if (number[CAREFUL] != 0.f) return end_after_recursion();  // backward_careful.cu does it
     fetch_vectors(entry, at.of(vectors, VECTORS * C));
 
     fetch(d_z, (const u16*)dx_memory);
@@ -40,6 +40,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE) backward_known(
         piece.load(at.of(whitenings, C * C));
         piece.store(whitening, of_inverse);
     }
+    await_recursion(number, VALUES / MEAN_COLUMNS + 1);
     {
         Piece<C, C, C> square;
         Piece<C, KEYS, KEYS> piece;
@@ -121,4 +122,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE) backward_known(
     part.to_memory(at.of(reached, 2 * C * KEYS), number + SOURCE, peaks.scale(OF_DW), by_key);
     with_gain = sum_of_block(with_gain, peaks.at + 8 * OF_SUM);
     if (threadIdx.x == 0) number[WITH_GAIN] = with_gain;
+    end_after_recursion();
 }

@@ -1,45 +1,46 @@
 // The recursion of the means' gradients, from the last chunk of a sequence to its first:
 //     dM0 = last dM - G^T (U dM) + F^T dY
 // Two warps take 16 columns of values, half the keys each, dM^T in their registers; they only exchange their parts of
-// U dM. A block takes BLOCK_COLUMNS of them, whose warps read the same U, G, F. Writes dM^T of every chunk, and
-// (U dM)^T in float32.
-#define THREADS (4 * BLOCK_COLUMNS)
+// U dM. A block takes MEAN_COLUMNS of them, whose warps read the same U, G, F: many, so that few multiprocessors do and
+// others work on what it leaves. Writes dM^T of every chunk, and (U dM)^T in float32.
+#define THREADS (KEYS <= 128 && VALUES % 128 == 0 ? 512 : 256)  // 4 * MEAN_COLUMNS
 #include "backward.cuh"
 
 using Wide = Split<C, KEYS>;
-using Reads = Exact<BLOCK_COLUMNS>;  // bf16, until it is in registers
+using Reads = Exact<MEAN_COLUMNS>;  // bf16, until it is in registers
 constexpr int OWN = KEYS / 2;  // keys of a warp
-constexpr int STAGE = 3 * Wide::words + Reads::words;
-constexpr int STAGES = KEYS > 128 ? 1 : 2;  // one chunk is read while the next arrives, if there is room
-constexpr int EXCHANGED = THREADS * C / 2;  // takes the place of U if it can
-constexpr int WORDS = STAGES * STAGE + (EXCHANGED > Wide::words ? EXCHANGED : 0);
+constexpr int EXCHANGED = THREADS * C / 2;
+constexpr bool IN_U = KEYS > 128;  // no room of its own: what is exchanged takes the place of U
+static_assert(!IN_U || EXCHANGED <= Wide::words, "");
+constexpr int WORDS = 3 * Wide::words + Reads::words + (IN_U ? 0 : EXCHANGED);
 extern "C" __device__ const int launch_shape[2] = {THREADS, 4 * WORDS};
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_mean(
-    const u16* gain, const u16* closed, const u16* read, const u16* d_output, const float* vectors, const float* scales,
+    const u16* gain, const u16* closed, const u16* read, const u16* d_output, const float* vectors, float* scales,
     const float* d_final, const i64* table, const i64* chunks, float* d_means, float* d_innovation, float* d_initial,
     int heads) {
     SHARED;
-    constexpr int BLOCKS = VALUES / BLOCK_COLUMNS;
-    int block = blockIdx.x, columns = block % BLOCKS * BLOCK_COLUMNS, head = block / BLOCKS % heads;
+    constexpr int BLOCKS = VALUES / MEAN_COLUMNS;
+    int block = blockIdx.x, columns = block % BLOCKS * MEAN_COLUMNS, head = block / BLOCKS % heads;
     i64 sequence = block / BLOCKS / heads, first = chunks[sequence], count = chunks[sequence + 1] - first;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, pair = lane % 4 * 2;
     int half = warp % 2, first_key = half * OWN;
     columns += warp / 2 * 16;  // of this warp
 
-    float d[OWN / 8][4];  // states are [VALUES, KEYS] in device memory
+    float d[OWN / 8][4];  // states of chunks are [VALUES, KEYS] in device memory, of sequences [KEYS, VALUES]
     auto of = [&](int n, int i) { return (columns + group + i * 8) * KEYS + first_key + 8 * n + pair; };
-    const float* from = d_final + (sequence * heads + head) * KEYS * VALUES;
+    auto of_sequence = [&](int n, int r) {
+        i64 key = first_key + 8 * n + pair + r % 2;
+        return ((sequence * heads + head) * KEYS + key) * VALUES + columns + group + r / 2 * 8;
+    };
 #pragma unroll
     for (int n = 0; n < OWN / 8; n++)
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            float2 x = *(const float2*)(from + of(n, i));
-            d[n][2 * i] = x.x, d[n][2 * i + 1] = x.y;
-        }
+        for (int r = 0; r < 4; r++) d[n][r] = d_final ? d_final[of_sequence(n, r)] : 0.f;
     auto write = [&](float* to, int n) {
 #pragma unroll
-        for (int i = 0; i < 2; i++) *(float2*)(to + of(n, i)) = make_float2(d[n][2 * i], d[n][2 * i + 1]);
+        for (int i = 0; i < 2; i++)
+            put_words(to + of(n, i), __float_as_uint(d[n][2 * i]), __float_as_uint(d[n][2 * i + 1]));
     };
     auto times = [&](float by) {
 #pragma unroll
@@ -47,33 +48,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_mean(
 #pragma unroll
             for (int r = 0; r < 4; r++) d[n][r] *= by;
     };
-    auto stage = [&](i64 chunk) { return shared + (chunk - first) % STAGES * STAGE; };
-    auto fetch_all = [&](i64 chunk) {
-        i64 token = table[2 * chunk], index = chunk * heads + head;
-        int tokens = (int)table[2 * chunk + 1];
-        u32* to = stage(chunk);
-        Reads reads(to + 3 * Wide::words);
-        fetch(Wide(to), gain + index * 2 * C * KEYS);
-        fetch(Wide(to + Wide::words), closed + index * 2 * C * KEYS);
-        fetch(Wide(to + 2 * Wide::words), read + index * 2 * C * KEYS);
-        const u16* rows = d_output + (token * heads + head) * VALUES + (columns - warp / 2 * 16);
-        for (int i = threadIdx.x; i < C * BLOCK_COLUMNS / 8; i += THREADS) {
-            int row = i / (BLOCK_COLUMNS / 8), column = i % (BLOCK_COLUMNS / 8) * 8;
-            bool valid = row < tokens;
-            const u16* from = valid ? rows + (i64)row * heads * VALUES + column : rows;
-            copy_16((u32*)(reads.at + row * reads.stride + column), from, valid);
-        }
+    Wide u(shared), closing(shared + Wide::words), reading(shared + 2 * Wide::words);
+    Reads reads(shared + 3 * Wide::words);
+    float4* exchange = (float4*)(IN_U ? shared : shared + 3 * Wide::words + Reads::words) + lane;
+    // U of a chunk is wanted earlier than the rest, and its room is free earlier.
+    auto fetch_gain = [&](i64 chunk) {
+        fetch(u, gain + (chunk * heads + head) * 2 * C * KEYS);
         copies_issued();
     };
-    if (count) fetch_all(first + count - 1);
+    auto fetch_rest = [&](i64 chunk, i64 token, int tokens) {
+        i64 index = chunk * heads + head;
+        fetch(closing, closed + index * 2 * C * KEYS);
+        fetch(reading, read + index * 2 * C * KEYS);
+        const u16* rows = d_output + (token * heads + head) * VALUES + (columns - warp / 2 * 16);
+        fetch_tokens(reads, rows, heads * VALUES, tokens);
+        copies_issued();
+    };
+    next_may_begin();
+    if (count) {
+        fetch_gain(first + count - 1);
+        copies_arrived();
+        __syncthreads();
+        fetch_rest(first + count - 1, table[2 * (first + count - 1)], (int)table[2 * (first + count) - 1]);
+    }
     for (i64 chunk = first + count - 1; chunk >= first; chunk--) {
         i64 index = chunk * heads + head;
-        const float* number = scales + index * SCALES;
-        u32* now = stage(chunk);
-        Wide u(now), closing(now + Wide::words), reading(now + 2 * Wide::words);
-        Reads reads(now + 3 * Wide::words);
-        float4* exchange = (float4*)(EXCHANGED > Wide::words ? shared + STAGES * STAGE : now) + lane;
+        float* number = scales + index * SCALES;
         float* state = d_means + index * KEYS * VALUES;
+        const i64* next = table + 2 * (chunk > first ? chunk - 1 : chunk);  // read long before it is wanted
+        const i64 token = next[0];
+        const int tokens = (int)next[1];
         float last = vectors[index * VECTORS * C + C - 1], most = 0.f;
         float gain_down = number[GAIN], closed_down = number[CLOSED], read_down = number[READ];
 #pragma unroll
@@ -81,9 +85,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_mean(
 #pragma unroll
             for (int r = 0; r < 4; r++) most = larger(most, size_of(d[n][r]));
         Scale of_state(largest_of_warp(most));
-        copies_arrived();
-        __syncthreads();
-        if (STAGES == 2 && chunk > first) fetch_all(chunk - 1);
         float x[C / 8][4];
 #pragma unroll
         for (int n = 0; n < C / 8; n++)
@@ -97,14 +98,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_mean(
             add_row<true, Wide::stride, C>(x, ah, al, u.at, u.plane, first_key + k, 0);
         }
         float down = of_state.down * gain_down;
+        copies_arrived();
         __syncthreads();
+        if (!IN_U && chunk > first) fetch_gain(chunk - 1);
 #pragma unroll
         for (int n = 0; n < C / 8; n++) {
 #pragma unroll
             for (int r = 0; r < 4; r++) x[n][r] *= down;
             exchange[32 * (warp * C / 8 + n)] = {x[n][0], x[n][1], x[n][2], x[n][3]};
         }
-        __syncthreads();
+        meet(1 + warp / 2, 64);
         float* to = d_innovation + index * WIDE * C;
         most = 0.f;
 #pragma unroll
@@ -157,11 +160,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_mean(
             for (int n = 0; n < OWN / 16; n++) multiply_pair(d[2 * n], d[2 * n + 1], a[k / 16], bh[n]);
         }
         times(of_reads.down * read_down);
-        if (STAGES == 1 && chunk > first) {
+        if (IN_U && chunk > first) {
             __syncthreads();
-            fetch_all(chunk - 1);
+            fetch_gain(chunk - 1);
         }
+        copies_arrived();
+        __syncthreads();
+        if (threadIdx.x == 0) leave(number);
+        if (chunk > first) fetch_rest(chunk - 1, token, tokens);
     }
 #pragma unroll
-    for (int n = 0; n < OWN / 8; n++) write(d_initial + (sequence * heads + head) * KEYS * VALUES, n);
+    for (int n = 0; n < OWN / 8; n++)
+#pragma unroll
+        for (int r = 0; r < 4; r++) d_initial[of_sequence(n, r)] = d[n][r];
 }

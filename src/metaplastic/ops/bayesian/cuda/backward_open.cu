@@ -9,7 +9,7 @@ using Rows = Split<SLICE, KEYS>;
 using Strip = Split<VALUES, SLICE>;
 template <int A, int B> constexpr int MOST = A > B ? A : B;
 constexpr int MAIN = MOST<Main::words, 2 * Rows::words>;
-constexpr int ROOM = MOST<MOST<Square::words, Strip::words>, Exact<KEYS>::words>;
+constexpr int ROOM = MOST<MOST<Square::words, Strip::words>, Exact<WIDE>::words>;
 enum { OF_KEYS, OF_QUERIES, OF_COVARIANCE, OF_KEY_SCALES, OF_W, OF_B, OF_X, OF_Z, OF_U, OF_G, OF_F, OF_REST, OF_E,
        OF_VARIANCES, OF_MEAN, TILES = OF_MEAN + KEYS / SLICE };
 constexpr int WORDS = Exact<KEYS>::words + Square::words + 2 * ROOM + MAIN + 6 * C + 8 * TILES;
@@ -26,6 +26,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE) backward_open(
     float* white = tail + C;
     Peaks peaks(white + C);
     Exact<KEYS> keys(shared), queries(right);
+    Exact<VALUES> given(right);
     Square whitening(shared + Exact<KEYS>::words), square(left), scaled(right);
     float *ratio = (float*)left, *variances = ratio + C * RATIO;
     Place at(table, heads);
@@ -43,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE) backward_open(
         if (thread < C) {
             bool valid = thread < at.tokens;
             i64 token = (at.first + thread) * heads + at.head;
-            g[thread] = valid ? log_decay[token] : 0.f;
+            decay_sums(valid ? log_decay[token] : 0.f, g, tail);
             noise[thread] = valid ? process[token] : 0.f;
             white[thread] = valid ? 1.f / sqrtf(observation[token]) : 1.f;
         }
@@ -55,24 +56,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE) backward_open(
         query.store(queries, peaks.scale(OF_QUERIES));
         piece.store(whitening, of_inverse);
     }
-    decay_ratios(ratio, g);
-    if (thread < 32) {  // entry: exp(g_1 + ... + g_t)
-        float x = g[2 * thread], all = x + g[2 * thread + 1];
+    decay_ratios(ratio, g, tail);
+    // entry: exp(g_1 + ... + g_t); gathered: N_t = noise_t + exp(2 g_t) N_{t-1}
+    if (thread < 32) {  // two tokens a lane
+        const int t = 2 * thread;
+        const float x = g[t], a = expf(2.f * x);
+        float all = x + g[t + 1], added = noise[t + 1] + expf(2.f * g[t + 1]) * noise[t];
+#pragma unroll
         for (int by = 1; by < 32; by *= 2) {
-            float y = __shfl_up_sync(~0u, all, by);
-            if (thread >= by) all += y;
+            const float y = __shfl_up_sync(~0u, all, by), z = __shfl_up_sync(~0u, added, by);
+            if (thread >= by) added += expf(2.f * all) * z, all += y;
         }
-        float before = __shfl_up_sync(~0u, all, 1);
-        x += thread ? before : 0.f;
-        entry[2 * thread] = expf(x), entry[2 * thread + 1] = expf(all);
+        const float before = __shfl_up_sync(~0u, all, 1), sent = __shfl_up_sync(~0u, added, 1);
+        entry[t] = expf(thread ? before + x : x), entry[t + 1] = expf(all);
+        gathered[t] = thread ? noise[t] + a * sent : noise[t], gathered[t + 1] = added;
     }
     __syncthreads();
-    for (int t = thread / 32; t < C; t += 8) {
-        int s = thread % 32;
-        float x = ratio[t * RATIO + s], y = ratio[t * RATIO + s + 32], sum = x * x * noise[s] + y * y * noise[s + 32];
-        for (int by = 16; by; by /= 2) sum += __shfl_xor_sync(~0u, sum, by);
-        if (s == 0) gathered[t] = sum;
-    }
     if (thread < C) tail[thread] = ratio[(C - 1) * RATIO + thread];
     peaks.see(OF_KEY_SCALES, thread < C ? entry[thread] * white[thread] : 0.f);
     __syncthreads();
@@ -88,12 +87,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE) backward_open(
         Part<KEYS> sent;  // W, then B = last W + tail y
         {
             Scale of_state = peaks.scale(OF_COVARIANCE);
-            Piece<SLICE, KEYS, KEYS> piece;
-            piece.load(p);
+            Piece<SLICE, KEYS, KEYS> piece[2];  // two on their way
+            piece[0].load(p), piece[1].load(p + SLICE * KEYS);
+#pragma unroll
             for (int d = 0; d < KEYS; d += SLICE) {
                 Rows rows(middle + d / SLICE % 2 * Rows::words);
-                piece.store(rows, of_state);
-                if (d + SLICE < KEYS) piece.load(p + (d + SLICE) * KEYS);
+                piece[d / SLICE % 2].store(rows, of_state);
+                if (d + 2 * SLICE < KEYS) piece[d / SLICE % 2].load(p + (d + 2 * SLICE) * KEYS);
                 __syncthreads();
                 add_product<false, false>(sent, keys.from_column(d), rows, 0, SLICE);
             }
@@ -176,43 +176,50 @@ extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE) backward_open(
         __syncthreads();
         loop.to_memory(at.of(closed, 2 * C * KEYS), number + CLOSED, peaks.scale(OF_G), g_down);
         loop.to(wide, peaks.scale(OF_G), g_down);
+        fetch_tokens(queries, at.tokens_of(q, KEYS), heads * KEYS, at.tokens);  // once more, as they are
+        copies_issued();
         __syncthreads();
     }
     {
         Part<KEYS> f;  // Qg - Z G
         add_product<false, false>(f, square, wide, 0, most);
         float down = peaks.scale(OF_Z).down * peaks.scale(OF_G).down;
-        const u16* from = at.tokens_of(q, KEYS);
+        copies_arrived();
+        __syncthreads();
         f.each([&](int t, int d, float& x, float& y) {
-            u32 both = t < at.tokens ? *(const u32*)(from + (i64)t * heads * KEYS + d) : 0;
+            u32 both = *(const u32*)(queries.at + t * queries.stride + d);
             x = down * x + scale * entry[t] * low_bf16(both), y = down * y + scale * entry[t] * high_bf16(both);
         });
         peaks.see(OF_F, f.largest());
         __syncthreads();
+        fetch_tokens(given, at.tokens_of(v, VALUES), heads * VALUES, at.tokens);
+        copies_issued();
         f.to_memory(at.of(read, 2 * C * KEYS), number + READ, peaks.scale(OF_F));
     }
     Split<C, VALUES> residual(middle);
     {
         Part<VALUES> rest;
-        Piece<VALUES, SLICE, KEYS> piece;
+        Piece<VALUES, SLICE, KEYS> pieces[2];
         Strip strip(left);
-        piece.load(m);
+        pieces[0].load(m), pieces[1].load(m + SLICE);
         float down = 1.f, largest = 0.f;  // every strip has its own scale
+#pragma unroll
         for (int d = 0; d < KEYS; d += SLICE) {
+            auto& piece = pieces[d / SLICE % 2];
             peaks.see(OF_MEAN + d / SLICE, piece.largest());
             __syncthreads();
             Scale of_strip = peaks.scale(OF_MEAN + d / SLICE);
             piece.store(strip, of_strip);
-            if (d + SLICE < KEYS) piece.load(m + d + SLICE);
+            if (d + 2 * SLICE < KEYS) piece.load(m + d + 2 * SLICE);
             if (d) rest.times(down * of_strip.up);
             down = of_strip.down, largest = larger(largest, down);
+            copies_arrived();
             __syncthreads();
             add_product<false, true>(rest, keys.from_column(d), strip, 0, SLICE);
         }
         down *= key_down;
-        const u16* from = at.tokens_of(v, VALUES);
         rest.each([&](int t, int c, float& x, float& y) {
-            u32 both = t < at.tokens ? *(const u32*)(from + (i64)t * heads * VALUES + c) : 0;
+            u32 both = *(const u32*)(given.at + t * given.stride + c);
             float by = down * entry[t];
             x = white[t] * (low_bf16(both) - by * x), y = white[t] * (high_bf16(both) - by * y);
         });
@@ -220,6 +227,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE) backward_open(
         if (thread == 0) {
             number[MEAN] = largest;
             number[CAREFUL] = peaks.largest(OF_VARIANCES) > LARGEST_VARIANCE ? 1.f : 0.f;
+            *((int*)number + LEFT_BY) = 0;
         }
         __syncthreads();
         rest.to(residual, peaks.scale(OF_REST));

@@ -18,8 +18,8 @@ extern "C" __device__ const int launch_shape[2] = {THREADS, 4 * WORDS};
 
 extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE) backward_reads(
     const u16* d_output, const u16* innovation, const u16* weights, const float* whitenings,
-    const float* vectors, const i64* table, u16* d_innovation, u16* d_weights, u16* products, u16* dv,
-    float* scales, int heads) {
+    const float* vectors, const i64* table, const i64* backwards, u16* d_innovation, u16* d_weights, u16* products,
+    u16* dv, float* scales, int heads) {
     SHARED;
     u32 *left = shared, *middle = left + LEFT, *side = middle + MAIN, *corner = side + SIDE;
     float* sums = (float*)(corner + Square::words);
@@ -29,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE) backward_reads(
     Exact<VALUES> reads(side);
     Square d_z(side), z(corner), whitening(left);
     float* crossed = (float*)corner;
-    Place at(table, heads);
+    Place at(table, heads, backwards);
     float *number = at.of(scales, SCALES), e_down = number[INNOVATION], z_down = number[WEIGHTS];
     int thread = threadIdx.x;
     float* white = peaks.at + 8 * TILES;
@@ -43,6 +43,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE) backward_reads(
         Tokens<VALUES> read;
         Piece<VALUES, C, C> piece;
         read.load(at.tokens_of(d_output, VALUES), heads, at.tokens);
+        await_recursion(number, VALUES / MEAN_COLUMNS);
         piece.load((const float*)d_innovation + at.index * C * WIDE);
         peaks.see(OF_READS, read.largest());
         peaks.see(OF_D, piece.largest());
@@ -110,4 +111,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE) backward_reads(
         float by = white[t] * v_down;
         if (t < at.tokens) *(u32*)(to + (i64)t * heads * VALUES + c) = pack_bf16(by * a, by * b);
     });
+    end_after_recursion();
 }

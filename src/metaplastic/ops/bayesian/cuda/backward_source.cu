@@ -33,6 +33,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE) backward_source(
     float loop_down = number[CLOSED];
 
     fetch(e, at.of((const u16*)innovation, 2 * C * WIDE));
+    fetch(d_z, at.of(d_weights, 2 * C * C));
     copies_issued();
     const float *dm = at.of(d_means, KEYS * VALUES), *m = at.of(means, KEYS * VALUES);  // [VALUES, KEYS]
     float with_mean = 0.f;
@@ -75,16 +76,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, AT_ONCE) backward_source(
     if (threadIdx.x == 0) number[WITH_MEAN] = with_mean;
     part.to_memory(at.of(innovation, 2 * C * WIDE), number + INNOVATION, peaks.scale(OF_DU), u_down);
     fetch(loop, at.of(closed, 2 * C * KEYS));
+    fetch(h, at.of(products, 2 * C * C));
     copies_issued();
-    const u16 *from = at.of(d_weights, 2 * C * C), *also = at.of(products, 2 * C * C);
     Scale of_entry = peaks.scale(OF_ENTRY);  // dZ stays scaled as it was
     for (int i = threadIdx.x; i < C * C / 2; i += THREADS) {
         int t = i / (C / 2), s = i % (C / 2) * 2;
-        Two x = from_memory<C>(from, 1.f, t, s);
+        Two x = d_z.get(t, s);
         float by = scale * entry[t] * of_entry.up * 0x1p-13f;
         d_z.put(t, s, by * x.x, by * x.y);
-        *(u32*)(h.at + t * h.stride + s) = *(const u32*)(also + t * C + s);
-        *(u32*)(h.at + h.plane + t * h.stride + s) = *(const u32*)(also + (C + t) * C + s);
     }
     float dz_scale = dz_down * of_entry.down * 0x1p13f * peaks.scale(OF_QUERIES).down;
     part.times(entry[C - 1] * u_down / dz_scale);

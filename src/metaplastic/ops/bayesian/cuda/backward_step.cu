@@ -51,7 +51,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_step(
             int row = i / (KEYS / 8), column = i % (KEYS / 8) * 8;  // low rows follow the high ones in both
             *(uint4*)(to + row * KEYS + column) = *(const uint4*)(reach.at + row * reach.stride + column);
         }
-        if (threadIdx.x == 0) number[SOURCE] = of_y.down;
+        if (threadIdx.x == 0) number[SOURCE] = of_y.down, leave(number);
         if (threadIdx.x < 2) {
             float all = 0.f;
             for (int i = 0; i < PARTS; i++) all += sums[at.item * SUMS + threadIdx.x * PARTS + i];

@@ -23,11 +23,13 @@ class Cut(NamedTuple):
     """Sequences cut into chunks: ``table`` int64 ``[n, 2]`` (first token, tokens), ``first`` int64 ``[N + 1]``.
 
     ``places`` int64 ``[tokens]``: where a token stands among the ``n * CHUNK`` of all chunks; None where it just does.
+    ``backwards`` int64 ``[n]``: the chunks as recursions from the ends of all sequences reach them.
     """
 
     table: Tensor
     first: Tensor
     places: Tensor | None
+    backwards: Tensor
     chunks: int
     sequences: int
     tokens: int
@@ -51,19 +53,23 @@ class Cut(NamedTuple):
 @functools.lru_cache(maxsize=64)
 def cut(cuts: tuple[int, ...], device: torch.device) -> Cut:
     """Sequences ``[cuts[n], cuts[n + 1])``; nothing makes the host wait for the device."""
-    table, first, places = [], [0], []
+    table, first, places, from_end = [], [0], [], []
     for start, end in itertools.pairwise(cuts):
         for at in range(start, end, CHUNK):
             places.append(torch.arange(min(CHUNK, end - at)) + CHUNK * len(table))
             table.append((at, min(CHUNK, end - at)))
+        from_end.extend(range(len(table) - first[-1] - 1, -1, -1))
         first.append(len(table))
     tokens = cuts[-1]
     rows = torch.tensor(table, dtype=torch.int64).reshape(-1, 2)
     where = None
     if tokens != CHUNK * len(table):
         where = torch.cat(places).to(device, non_blocking=True)
-    table_here, first_here = (x.to(device, non_blocking=True) for x in (rows, torch.tensor(first)))
-    return Cut(table_here, first_here, where, len(table), len(first) - 1, tokens)
+    backwards = torch.tensor(from_end, dtype=torch.int64).argsort(stable=True)
+    table_here, first_here, backwards_here = (
+        x.to(device, non_blocking=True) for x in (rows, torch.tensor(first), backwards)
+    )
+    return Cut(table_here, first_here, where, backwards_here, len(table), len(first) - 1, tokens)
 
 
 def room(rows: int, length: int, packed: bool) -> int:
