@@ -301,7 +301,7 @@ __device__ __forceinline__ void filter_covariance(u32* shared, const Scan& scan,
                 if (CAREFUL && *certain)
                     copy_rest(scan.entry_rests + slot(c) * (KEYS * KEYS / 2), final, rest, d0, t);
             }
-            auto multiply_keys = [&](int kk, const Left& a) {
+            auto multiply_in_tf32 = [&](int kk, const Left& a) {
                 float2 key[8];
                 UNROLL for (int n = 0; n < 8; n++) {
                     key[n] = key_pair(keys, 8 * n + g, kk, t);
@@ -318,7 +318,7 @@ __device__ __forceinline__ void filter_covariance(u32* shared, const Scan& scan,
                     const int at = d0 * KEYS + 8 * kk + 2 * t;
                     const float2 x = pair_at(before + at), y = pair_at(before + at + 8 * KEYS);
                     if (scan.covariances) put_pair(saved + at, x.x, x.y), put_pair(saved + at + 8 * KEYS, y.x, y.y);
-                    multiply_keys(kk, Left(x.x, y.x, x.y, y.y));
+                    multiply_in_tf32(kk, Left(x.x, y.x, x.y, y.y));
                 }
             } else if (CAREFUL && *certain) {
                 write_rows(P, final, d0, t);
@@ -327,8 +327,11 @@ __device__ __forceinline__ void filter_covariance(u32* shared, const Scan& scan,
                 read_rows(P, final, d0, t);
                 UNROLL for (int n = 0; n < 8; n++) UNROLL for (int x = 0; x < 4; x++)
                     b[share][n][x] = spread[(8 * n + 2 * t + x % 2) * SPREAD_ROW + d0 + 8 * (x / 2)];
-            } else
-                UNROLL for (int kk = 0; kk < KEYS / 8; kk++) multiply_keys(kk, Left(P[WIDE ? 0 : kk]));
+            } else if (FULL)
+                UNROLL for (int kk = 0; kk < KEYS / 8; kk++) multiply_in_tf32(kk, Left(P[WIDE ? 0 : kk]));
+            else
+                UNROLL for (int kk = 0; kk < KEYS / 16; kk++)
+                    multiply_keys(b[share], P[WIDE ? 0 : 2 * kk], P[WIDE ? 0 : 2 * kk + 1], keys, kk, g, t);
             const float last_0 = last_decay(vectors, d0), last_8 = last_decay(vectors, d0 + 8);
             UNROLL for (int n = 0; n < 8; n++) UNROLL for (int j = 0; j < 2; j++) {
                 const int s = 8 * n + 2 * t + j;

@@ -87,14 +87,16 @@ __device__ __forceinline__ void filter_mean(u32* shared, const Scan& scan, int i
         for (int of_queries = FULL ? 0 : 1; of_queries >= 0; of_queries--) {
             const u32* const rows = here + (of_queries ? At::QUERY : At::KEY);
             clear(e);
-            UNROLL for (int kk = 0; kk < KEYS / 8; kk++) {
+            if (!FULL) UNROLL for (int kk = 0; kk < KEYS / 16; kk++)
+                multiply_keys(e, M[2 * kk], M[2 * kk + 1], rows, kk, g, t);
+            else UNROLL for (int kk = 0; kk < KEYS / 8; kk++) {
                 const Left a(M[kk]);
                 float2 key[8];
                 UNROLL for (int n = 0; n < 8; n++) {
                     key[n] = key_pair(rows, 8 * n + g, kk, t);
                     multiply_low(e[n], a, key[n].x, key[n].y);
                 }
-                if (FULL) UNROLL for (int n = 0; n < 8; n++)
+                UNROLL for (int n = 0; n < 8; n++)
                     multiply_high(e[n], a, key[n].x - seen(key[n].x), key[n].y - seen(key[n].y));
                 UNROLL for (int n = 0; n < 8; n++) multiply_high(e[n], a, key[n].x, key[n].y);
             }
