@@ -142,11 +142,12 @@ def test_spans_side_by_side_change_nothing(emulated, monkeypatch, dtype):  # noq
 
 
 def test_groups_fill_the_device():
-    assert cuda.group_size(16, 32, 132, 40) == 16  # four rounds and one wait for the slowest block
-    assert cuda.group_size(16, 32, 132, 11) == 8  # four rounds and two
-    assert cuda.group_size(16, 32, 132, 2) == 2  # memory for no more
-    assert cuda.group_size(3, 1000, 132, 0) == 1
-    assert cuda.group_size(8, 80, 132, 8) == 8
+    assert cuda.group_size(16, 32, 132, 60, 40) == 16  # four rounds and one wait for the slowest block
+    assert cuda.group_size(16, 32, 132, 60, 11) == 8  # four rounds and two
+    assert cuda.group_size(16, 32, 132, 60, 2) == 2  # memory for no more
+    assert cuda.group_size(3, 1000, 132, 60, 0) == 1
+    assert cuda.group_size(8, 80, 132, 2048, 8) == 8
+    assert cuda.group_size(3, 60, 132, 2048, 3) == 3  # six quarters of a round, not one of 120 blocks and one of 60
 
 
 def test_every_size_has_a_kernel_that_fits():
@@ -162,7 +163,7 @@ def test_every_size_has_a_kernel_that_fits():
 
 @pytest.mark.parametrize(
     ("heads", "length", "expected"),
-    [(16 * 16, 2048, (3, 1, 3, 1)), (8 * 16, 2048, (1, 3, 3, 1)), (16, 100, (1, 3, 3, 1)), (144, 70, (3, 1, 3, 1))],
+    [(16 * 16, 2048, (3, 1, 3, 1)), (8 * 16, 2048, (1, 3, 3, 1)), (16, 100, (1, 3, 3, 1)), (200, 70, (3, 1, 3, 1))],
 )
 def test_few_heads_get_more_warps_each(heads, length, expected):
     """With many heads a warp takes all keys of its values, and two blocks share a multiprocessor."""
@@ -194,3 +195,17 @@ def test_blocks_of_slow_heads_start_first(emulated, monkeypatch):  # noqa: F811
 def test_sizes_without_a_kernel():
     assert cuda.plain_walk(256, torch.float32, True) is not None
     assert cuda.plain_walk(257, torch.float32, False) is None  # then the chunked backend takes over
+
+
+@pytest.mark.parametrize(("turns", "heads", "initial"), [(1, 2, True), (2, 2, False), (8, 2, True), (8, 1, False)])
+def test_spans_walked_in_turns(emulated, monkeypatch, turns, heads, initial):  # noqa: F811
+    """Sequences that are longer, shorter and empty, in whatever turns; and where there is but one block."""
+    offsets = (0, 5, 5, 70, 270, 280) if heads > 1 else None
+    shape = {"length": 280, "batch": 1, "heads": heads, "key_size": KEYS, "value_size": VALUES}
+    monkeypatch.setattr(cuda, "TURNS", turns)
+    monkeypatch.setattr(cuda, "MOST_ROUNDS", 100)
+    monkeypatch.setattr(layout, "LEAST_SPAN", 1000)
+    case = Case(**shape, decay="mixed" if initial else "mild", offsets=offsets, initial=initial)
+    worst = errors(case, torch.bfloat16, norm=True)
+    assert "backward_tensor" in emulated
+    assert max(worst.values()) < 5e-3, worst

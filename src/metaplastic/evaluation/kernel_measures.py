@@ -50,8 +50,8 @@ def milliseconds(run: Callable[[], Any]) -> float:
     return statistics.median(start.elapsed_time(end) for start, end in pairs)
 
 
-def host_milliseconds(run: Callable[[], Any]) -> float:
-    """Median time of 9 calls until they return, the device with nothing else to do."""
+def host_milliseconds(run: Callable[[], Any], calls: int = 9) -> float:
+    """Median time of some calls until they return, the device with nothing else to do."""
 
     def seconds() -> float:
         torch.cuda.synchronize()
@@ -59,7 +59,7 @@ def host_milliseconds(run: Callable[[], Any]) -> float:
         run()
         return time.perf_counter() - began
 
-    return 1e3 * statistics.median(seconds() for _ in range(9))
+    return 1e3 * statistics.median(seconds() for _ in range(calls))
 
 
 def _seconds(run: Callable[[], Any]) -> float:

@@ -324,8 +324,9 @@ def bench_training_step(
             optimiser.zero_grad()
 
         with _allowed(mixer, backend):
-            taken = milliseconds(step)
-        found[f"{mixer} ({backend})"] = {"ms": taken, "tokens per second": 1e3 * batch * length / taken}
+            taken, host = milliseconds(step), host_milliseconds(step, calls=3)
+        rate = 1e3 * batch * length / taken
+        found[f"{mixer} ({backend})"] = {"ms": taken, "host ms": host, "tokens per second": rate}
         del model, optimiser
         torch._dynamo.reset()
         torch.cuda.empty_cache()

@@ -22,7 +22,7 @@ def register(name: str, forward: Callable, backward: Callable) -> Callable:
     ``backward(d_output, d_variance, d_information, d_excess_precision, q, ..., offsets, scale)``
         -> gradients of q, k, w, beta, g, prior, and of both initial states, in the dtypes of the inputs; d_variance
         and the gradients of the final states may be None.
-    ``offsets`` is None or an int64 CPU tensor; initial states may be None (zeros).
+    ``offsets`` is None or an int64 CPU tensor; initial states may be None (zeros), and then their gradients, too.
     """
 
     @torch.library.custom_op(f"metaplastic::palimpsa_{name}", mutates_args=())
@@ -52,14 +52,18 @@ def register(name: str, forward: Callable, backward: Callable) -> Callable:
         offsets = read_offsets("palimpsa", cu_seqlens, q.shape[1])
         gradients = (d_output, d_variance, d_information, d_excess_precision)
         with full_precision(q.device):
-            return backward(*gradients, q, k, w, beta, g, prior, information, excess_precision, offsets, scale)
+            *found, d_m, d_j = backward(
+                *gradients, q, k, w, beta, g, prior, information, excess_precision, offsets, scale
+            )
+        dq, dk, dw, d_beta, dg, d_prior = found
+        d_m = q.new_empty(0) if information is None else d_m
+        d_j = q.new_empty(0) if excess_precision is None else d_j
+        return dq, dk, dw, d_beta, dg, d_prior, d_m, d_j
 
     @op_backward.register_fake
     def _(dy, dv, dm, dj, q, k, w, beta, g, prior, information, excess_precision, cu_seqlens, scale):
-        rows = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        state = q.new_empty((rows, q.shape[2], w.shape[3], q.shape[3]), dtype=compute_dtype(q))
-        like = tuple(x.new_empty(x.shape) for x in (q, k, w, beta, g, prior))
-        return *like, state, torch.empty_like(state)
+        inputs = (q, k, w, beta, g, prior, information, excess_precision)
+        return tuple(q.new_empty(0) if x is None else x.new_empty(x.shape) for x in inputs)
 
     def setup_context(ctx, inputs, output):
         *tensors, ctx.scale, ctx.output_variance = inputs

@@ -23,8 +23,7 @@ from .states import entry_states, write_chunk_states
 
 BUDGET = 3 << 30  # bytes of states and partial sums at once, and no more than this part of the device's memory:
 SHARE = 1 / 16
-GROUP = 3 << 29  # bytes that whole sequences may take at once; where they take no longer for it,
-LESS = 1 << 30  # no more than this, some heads after the others
+GROUP = 5 << 28  # bytes that states of whole sequences may take at once
 STATES = 320 << 20  # bytes of states that several groups may share: with few heads they take less time if made together
 LEAST_SPAN = 512  # tokens of a piece of a sequence
 SHARED_BYTES = 227 << 10  # of a block; a multiprocessor has 1 KB more, and each block takes 1 KB beside
@@ -34,6 +33,8 @@ CACHE = 40 << 20  # bytes of states that stay in the cache until they are wanted
 STREAMED = 6  # blocks of keys of a warp whose gradients may lie in the cache: more would not fit into registers
 STEEP_BELOW = -0.7  # tiles of tokens with such a g take longer (backward_layout.cuh),
 LONGEST = 1.4  # times as long if all have one
+TURNS = 4  # parts, at most, in which spans are walked that are too many to be walked side by side,
+MOST_ROUNDS = 3  # but not so many that it evens out by itself
 
 
 class Walk(NamedTuple):
@@ -43,7 +44,7 @@ class Walk(NamedTuple):
     rows: int  # values of a block
     shared_bytes: int
     most: int  # blocks that a multiprocessor can hold
-    scratch: int  # bytes of a state that a block keeps
+    scratch: int  # bytes of a state that a block at work keeps
     definitions: dict[str, Any]
     apart: int = 16  # tokens from one state of a chunk to the next, at least
 
@@ -59,7 +60,7 @@ def backward(
     d_output, d_variance, d_information, d_excess_precision,
     q, k, w, beta, g, prior, information, excess_precision, offsets, scale,
 ):  # fmt: skip
-    """Gradients of q, k, w, beta, g, prior and of both initial states, each in the dtype of its input."""
+    """Gradients of q, k, w, beta, g, prior and of both initial states (or None), each in the dtype of its input."""
     walk, problem = _choose(q, k, w, beta, g, prior, information, excess_precision, offsets, d_variance is not None)
     if walk is None:
         size = f"K = {q.shape[3]} in {str(q.dtype).removeprefix('torch.')}"
@@ -81,7 +82,7 @@ def backward(
     token_wise = [d[..., :size] for d, size in zip(gradients[:4], sizes, strict=True)] + list(gradients[4:])
     inputs = (q, k, w, beta, g, prior)
     found = [d.to(x.dtype).contiguous() for d, x in zip(token_wise, inputs, strict=True)]
-    return *found, *(d[:, :, :values, :keys].contiguous() for d in d_first)
+    return *found, *(None if d is None else d[:, :, :values, :keys].contiguous() for d in d_first)
 
 
 def _fit(d: Tensor, dtype: torch.dtype, padding: tuple[int, ...]) -> Tensor:
@@ -129,7 +130,7 @@ def tensor_walks(keys: int, values: int) -> tuple[Walk, ...]:
         row = keys // 2 + 4  # this and what follows as in backward_layout.cuh
         for stream in (0, 1) if parts == 1 and of_warp <= STREAMED else (0,):
             words = warps * (3 if stream else of_warp + 1) * 512 + 64 * (row + rows + 8)
-            words += 8 * (key_blocks * 68 + groups * 64) + 8 * (keys + rows) // 2 + 3 * 64 + 12
+            words += 8 * (key_blocks * 68 + groups * 64) + 8 * (keys + rows) // 2 + 3 * 64 + 19
             sums = warps * (of_warp * 128 + 12) + (parts - 1) * groups * 256
             least, near = (4 * (words + 4 * max(apart * row + sums // 4, (64 - apart) * row)) for apart in (16, 8))
             if most := _resident(least, warps):
@@ -162,11 +163,12 @@ def tensor_walk(keys: int, values: int, items: int, longest: int, processors: in
         blocks = max(1, items * shape["VALUE_BLOCKS"])
         pieces = max(1, min(processors * walk.most // blocks, longest // LEAST_SPAN)) if blocks < processors else 1
         resident = min(walk.most, -(-blocks * pieces // processors))
-        rounds = -(-blocks * pieces // (processors * resident))
+        slots = processors * resident
+        whole = rounds(blocks * pieces, slots, turns_of(blocks * pieces, slots, longest))
         crowd = max(1.0, resident * shape["KEY_PARTS"] * shape["ROW_GROUPS"] / 9.4)
         passes = 1.6 if pieces > 1 else 1.0  # what pieces add to each other is found first
         slower = crowd * passes * (1.15 if shape["STREAM"] else 1.0)
-        return rounds * -(-longest // pieces) * (1.7 + shape["KEY_BLOCKS"]) * slower, shape["VALUE_BLOCKS"]
+        return whole * -(-longest // pieces) * (1.7 + shape["KEY_BLOCKS"]) * slower, shape["VALUE_BLOCKS"]
 
     return min(tensor_walks(keys, values), key=cost, default=None)
 
@@ -205,22 +207,15 @@ class _Backward:
         self.apart = walk.apart if 8 * active * walk.scratch <= CACHE else 16  # tokens from state to state
         kept = CHUNK // self.apart - 1 + walk.definitions.get("STREAM", 0)
         self.scratch = walk.scratch * kept  # bytes per block
-        beside = heads * self.blocks * self.scratch
+        self.slots = processors * self.resident  # blocks at work
         budget = _budget(self.device) if self.cut else min(GROUP, _budget(self.device))
-        self.at_once = group_size(
-            len(self.spans),
-            heads * self.blocks,
-            processors * self.resident,
-            budget // max(1, of_token * (longest + CHUNK) + beside),
-        )
-        self.heads_at_once = heads
-        if walk.name == "backward_tensor" and not self.cut and self.at_once >= len(self.spans) and self.blocks == 1:
-            of_head = len(self.spans) * (of_token * (longest + CHUNK) // max(1, heads) + self.scratch)
-            most = LESS // max(1, of_head)
-            self.heads_at_once = heads_at_once(heads, len(self.spans), processors * self.resident, most)
+        most = budget // max(1, of_token * -(-longest // CHUNK) * CHUNK)
+        self.longest = longest
+        self.at_once = group_size(len(self.spans), heads * self.blocks, self.slots, longest, most)
         states = self.at_once * -(-longest // CHUNK) * heads * keys * values * 2 * problem.g.element_size()
         self.together = self.at_once * max(1, STATES // max(1, states))  # spans whose states are made at once
-        self.order = slow_heads_first(problem.g) if walk.name == "backward_tensor" else None
+        self.tensor_cores = walk.name == "backward_tensor"
+        self.order = slow_heads_first(problem.g) if self.tensor_cores else None
         self.kept = None  # states before the chunks, where they are made once for all spans
 
     def _cut(self, tokens: int, processors: int) -> list[Span]:
@@ -240,7 +235,7 @@ class _Backward:
         ]
 
     def run(self, final: list[Tensor | None]):
-        """Gradients of q, k, w, beta, g, prior, and those of the initial states, all with padded K and V."""
+        """Gradients of q, k, w, beta, g, prior, and those of the initial states or None, all with padded K and V."""
         p = self.problem
         heads, _, values = p.shape
         count = len(self.spans)
@@ -254,7 +249,8 @@ class _Backward:
             for to, d in zip(d_last, final, strict=True):
                 if d is not None:
                     to.index_copy_(0, rows, d)
-        d_first = tuple(p.new_state(count, heads) for _ in range(2))
+        unwanted = self.tensor_cores and not self.cut and all(s is None for s in p.state)
+        d_first = (None, None) if unwanted else tuple(p.new_state(count, heads) for _ in range(2))
         if self.cut:
             self._carry_back(d_last, d_first)
         outside = p.cuts[-1] < p.q.shape[0] * p.q.shape[1]  # tokens beyond the last sequence
@@ -262,8 +258,10 @@ class _Backward:
         gradients = [new(x) for x in (p.q, p.k, p.w, p.beta, p.g)]
         d_prior = p.prior.new_zeros(count, heads, self.blocks)
         self._walk(d_last, d_first, gradients, d_prior)
-        first = self._index([s for s in range(count) if s == 0 or self.spans[s - 1].last])
-        return (*gradients, d_prior.sum((0, 2))), [d[first] for d in d_first] if self.cut else d_first
+        if self.cut:
+            first = self._index([s for s in range(count) if s == 0 or self.spans[s - 1].last])
+            d_first = [None if d is None else d[first] for d in d_first]
+        return (*gradients, d_prior.sum((0, 2))), d_first
 
     def _index(self, rows: list[int]) -> Tensor:
         """A list as an index makes the host wait for the device; this does not."""
@@ -294,30 +292,29 @@ class _Backward:
             state = tuple(None if s is None else s[at : at + self.together] for s in self.entry)
             part = p._replace(q=q, k=k, w=w, beta=beta, g=g, state=state, cuts=cuts, longest=longest)
             table = cut(cuts, max(CHUNK, -(-longest // CHUNK) * CHUNK), q.device).table
-            for chosen in (None,) if self.order is None else self.order.split(self.heads_at_once):
-                chunks = self.kept or write_chunk_states(part, chosen is not None, chosen)
-                if gradients is None and len(spans) == count:
-                    self.kept = chunks
-                for first in range(0, len(spans), self.at_once):
-                    rows = table[first : first + self.at_once]
-                    if first:  # tokens are counted from the group's first
-                        rows = rows.clone()
-                        rows[:, 0] -= cuts[first]
-                    group = slice(at + first, at + first + len(rows))
-                    self._launch(group, rows, chosen, chunks, d_last, d_first, gradients, d_prior)
-                del chunks  # the next ones take their place
+            chunks = self.kept or write_chunk_states(part, self.order)
+            if gradients is None and len(spans) == count:
+                self.kept = chunks
+            for first in range(0, len(spans), self.at_once):
+                rows = table[first : first + self.at_once]
+                if first:  # tokens are counted from the group's first
+                    rows = rows.clone()
+                    rows[:, 0] -= cuts[first]
+                group = slice(at + first, at + first + len(rows))
+                self._launch(group, rows, chunks, d_last, d_first, gradients, d_prior)
+            del chunks  # the next ones take their place
 
     @staticmethod
     def _take(x: Tensor, start: int, end: int) -> Tensor:
         return x.flatten(0, 1)[None, start:end]
 
-    def _launch(self, group: slice, table: Tensor, chosen, chunks, d_last, d_first, gradients, d_prior) -> None:
+    def _launch(self, group: slice, table: Tensor, chunks, d_last, d_first, gradients, d_prior) -> None:
         p, spans, pull = self.problem, self.spans[group], gradients is None
         heads, start, end = p.shape[0], spans[0].start, spans[-1].end
         take = functools.partial(self._take, start=start, end=end)
         q, k, w, beta, g, d_output = (take(x) for x in (p.q, p.k, p.w, p.beta, p.g, self.d_output))
         last = (None, None) if d_last is None else tuple(d[group] for d in d_last)
-        first = tuple(d[group] for d in d_first)
+        first = tuple(None if d is None else d[group] for d in d_first)
         alone = self.blocks == 1 and not pull  # then nothing is left to be summed
         if alone:
             sums = [take(gradients[i]) for i in (0, 1, 4)]
@@ -327,12 +324,16 @@ class _Backward:
         definitions: dict[str, Any] = dict(self.walk.definitions)
         arguments = [q, k, w, beta, g, p.prior, d_output]
         outputs = [*last, sums[0], sums[1], to_w, to_beta, sums[2], None if pull else d_prior[group], *first]
-        own_heads = heads if chosen is None else len(chosen)
-        count = len(spans) * own_heads * self.blocks
-        if self.walk.name == "backward_tensor":
+        count = items = len(spans) * heads * self.blocks
+        if self.tensor_cores:
             definitions |= {"BLOCKS": self.resident, "ENTRY": self.apart, "PULL": int(pull)}
+            turns, progress = 1 if pull else turns_of(items, self.slots, self.longest), None
+            if turns > 1:
+                count, progress = self.slots, torch.zeros(1 + items, dtype=torch.int32, device=q.device)
+            definitions["TURNED"] = int(turns > 1)
             scratch = torch.empty(count * self.scratch, dtype=torch.uint8, device=q.device)
-            arguments += [table, chosen, *chunks, *outputs, scratch, end - start, heads, own_heads]
+            arguments += [table, self.order, *chunks, *outputs, scratch, progress, turns, len(spans)]
+            arguments += [end - start, heads]
         else:
             if pull:  # this kernel has no such job: its other results are thrown away
                 sums = [x.new_empty((self.blocks, *x.shape[1:]), dtype=g.dtype) for x in (q, k, g)]
@@ -352,31 +353,32 @@ def _budget(device: torch.device) -> int:
     return min(BUDGET, int(SHARE * torch.cuda.get_device_properties(device).total_memory))
 
 
-def group_size(spans: int, blocks: int, slots: int, most: int) -> int:
+def group_size(spans: int, blocks: int, slots: int, longest: int, most: int) -> int:
     """Spans at once, at most ``most``: fewest rounds of ``slots`` blocks over all groups, then the smallest groups.
 
-    Every group also waits for its slowest block, which takes up to LONGEST rounds.
+    Every group also waits for its slowest block, which takes up to LONGEST times as long as others, the less the more
+    parts they come in.
     """
 
-    def rounds(size: int) -> float:
+    def of_group(size: int) -> float:
+        turns = turns_of(size * blocks, slots, longest)
+        parts = max(turns, size * blocks // slots)
+        return rounds(size * blocks, slots, turns) + (LONGEST - 1) / parts if size else 0.0
+
+    def of_all(size: int) -> float:
         whole, rest = divmod(spans, size)
-        waits = (LONGEST - 1) * -(-spans // size)
-        return whole * -(-size * blocks // slots) + -(-rest * blocks // slots) + waits
+        return whole * of_group(size) + of_group(rest)
 
-    return min(range(1, max(1, min(spans, most)) + 1), key=lambda size: (rounds(size), size))
+    return min(range(1, max(1, min(spans, most)) + 1), key=lambda size: (of_all(size), size))
 
 
-def heads_at_once(heads: int, blocks: int, slots: int, most: int) -> int:
-    """As many of them, each with so many blocks, as take no more rounds of ``slots`` blocks in all, at most ``most``.
+def turns_of(blocks: int, slots: int, longest: int) -> int:
+    return max(1, min(TURNS, -(-longest // CHUNK))) if slots < blocks <= MOST_ROUNDS * slots else 1
 
-    All of them if there is no such number. Heads of alike decays are done together, so that none waits long for others.
-    """
 
-    def rounds(size: int) -> int:
-        return sum(-(-min(size, heads - first) * blocks // slots) for first in range(0, heads, size))
-
-    sizes = range(min(heads, most), 0, -1)
-    return next((size for size in sizes if rounds(size) == rounds(heads)), max(1, heads))
+def rounds(blocks: int, slots: int, turns: int) -> float:
+    """How long blocks take, in the time of one."""
+    return -(-turns * blocks // slots) / turns if blocks > slots else 1.0
 
 
 def slow_heads_first(g: Tensor) -> Tensor:

@@ -99,9 +99,27 @@ constexpr int AFTER_SUMS = TOKEN_SUMS + WARPS * 12;
 constexpr int DECAY = AFTER_SUMS < AFTER_DECAYED ? AFTER_DECAYED : AFTER_SUMS;  // g of the chunk's tokens
 constexpr int GAUGE = DECAY + CHUNK, INVERSE = GAUGE + CHUNK;  // their c and 1 / c (and anything behind)
 constexpr int BEGINS = INVERSE + CHUNK + TILE;                 // which begin a tile
-constexpr int RUNNING = BEGINS + 2, HEAD = RUNNING + 1;        // dg of the first token of the tile done last; the head
-constexpr int WORDS = RUNNING + 2;
+constexpr int RUNNING = BEGINS + 2;                            // dg of the first token of the tile done last
+constexpr int HEAD = RUNNING + 1;
+// Of a job, if there are several: as in Job.
+constexpr int JOB = HEAD + 1, SPAN = JOB + 1, FIRST = SPAN + 1, LENGTH = FIRST + 1, STATE = LENGTH + 1;
+constexpr int BEGIN = STATE + 1, END = BEGIN + 1, WORDS = END + 1;
 extern "C" __device__ const int launch_shape[2] = {THREADS, 4 * WORDS};
+
+struct Job {
+    int number, span, rank, length;  // its own, of the span and of the head; the span's tokens
+    i64 first, state;                // the span's first token, and first state
+    int begin, end;                  // chunks [begin, end) of the span are its own, none if end < 0
+};
+__device__ __forceinline__ Job job_at(const i64* spans, int number, int count, int turns, int heads) {
+    const int items = count * heads * VALUE_BLOCKS, turn = turns > 1 ? number / items : 0;
+    const int item = (number - turn * items) / VALUE_BLOCKS, rank = item / count;
+    const Span span = read_span(spans, item % count);
+    const int length = (int)span.length, all = (length + CHUNK - 1) / CHUNK, of_turn = (all + turns - 1) / turns;
+    const int end = all - turn * of_turn;
+    const i64 state = span.chunk_base * heads + (i64)rank * span.chunks + span.chunk;
+    return {number, item % count, rank, length, span.first, state, max(end - of_turn, 0), turn && end <= 0 ? -1 : end};
+}
 
 // M and J of a block in pieces, in float4; where this lane's of key block b are (read anew, as thread_index).
 constexpr int STATE_PIECES = WARPS * KEY_BLOCKS * 128;

@@ -36,16 +36,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 states(const u16* __restrict__ k, const u16* __restrict__ w, const u16* __restrict__ beta, const float* __restrict__ g,
        const i64* __restrict__ spans, const float* __restrict__ entry_m, const float* __restrict__ entry_j,
        float* __restrict__ to_m, float* __restrict__ to_j, float* __restrict__ span_decay,
-       const i64* __restrict__ chosen, int count,  // these heads alone, in this order; or null: all
+       const i64* __restrict__ order,  // of heads, or null
        int heads, int key_size, int value_size) {
     SHARED;
     u32 *const values = shared + 2 * TILE, *const stage = values + 6 * VALUES;
     const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5, row = lane >> 2, column = lane & 3;
     const int group = warp / KEY_PARTS, part = warp % KEY_PARTS;
     const int blocks = (value_size + ROWS - 1) / ROWS;
-    const i64 item = blockIdx.x / blocks, rank = item % count, head = chosen ? chosen[rank] : rank;
+    const i64 item = blockIdx.x / blocks, rank = item % heads, head = order ? order[rank] : rank;
     const int first_row = blockIdx.x % blocks * ROWS, own_row = first_row + group * 16 + 2 * row;
-    const Span span = read_span(spans, item / count);
+    const Span span = read_span(spans, item / heads);
     if (JOB == LOCAL && span.sequence >= 0) return;  // nothing follows: nobody asks
     const int length = (int)span.length;
     const u32 key_step = heads * key_size, value_step = heads * value_size;
@@ -80,7 +80,7 @@ states(const u16* __restrict__ k, const u16* __restrict__ w, const u16* __restri
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             bool valid = entry_m && JOB == CHUNKS && own_row + r < value_size && own_key + 8 * n < key_size;
-            i64 at = (item / count * heads + head) * state_size + own_state + r * key_size + 8 * n;
+            i64 at = (item / heads * heads + head) * state_size + own_state + r * key_size + 8 * n;
             float2 m = {0.f, 0.f}, j = m;
             if (valid) m = *(const float2*)(entry_m + at), j = *(const float2*)(entry_j + at);
             M[n][2 * r] = m.x, M[n][2 * r + 1] = m.y, J[n][2 * r] = j.x, J[n][2 * r + 1] = j.y;
@@ -156,7 +156,7 @@ states(const u16* __restrict__ k, const u16* __restrict__ w, const u16* __restri
         whole_decay *= decay;
         const u32* factors = shared + buffer * TILE + column * PAIR + part * PART * 2 + row * 4;
         const u32* writes = values + 2 * place * VALUES + column * VALUE + group * 8 + row;
-        const i64 state = span.chunk_base * count + rank * span.chunks + span.chunk + t0 / CHUNK;
+        const i64 state = span.chunk_base * heads + rank * span.chunks + span.chunk + t0 / CHUNK;
 #pragma unroll 1
         for (int t = 0; t < TOKENS; t += 16, factors += 8 * PAIR, writes += 16 * VALUE) {
             // Both rows of each word of w and beta, every one twice: once for either word of the second factor.

@@ -19,18 +19,19 @@ def chunk_states(k, w, beta, g, information, excess_precision, offsets: Tensor |
     return m[:, :values, :keys], j[:, :values, :keys]
 
 
-def write_chunk_states(problem: Problem, pieces: bool = False, chosen: Tensor | None = None) -> tuple[Tensor, ...]:
-    """The same for prepared inputs, K and V padded as there; or both in one, in the pieces that states.cu describes.
+def write_chunk_states(problem: Problem, order: Tensor | None = None) -> tuple[Tensor, ...]:
+    """The same for prepared inputs, K and V padded as there.
 
-    Those may be of some heads alone (their numbers), in that order: ``[first * h + i * C + c]`` with h of them.
+    Given an ``order`` of heads, both in one, in the pieces that states.cu describes, ``[first * H + i * C + c]`` of the
+    head ``order[i]``.
     """
     heads = problem.shape[0]
     length = layout.span_length(problem, _layout(problem, len(problem.cuts) - 1))
     spans = cut(problem.cuts, length, problem.q.device)
     entry = problem.state if spans.count == spans.sequences else entry_states(problem, spans)
-    if pieces:
-        both = problem.new_state(2 * spans.chunks * (heads if chosen is None else len(chosen)))
-        _run(problem, spans, layout.CHUNKS, *entry, both, None, None, pieces, chosen)
+    if order is not None:
+        both = problem.new_state(2 * spans.chunks * heads)
+        _run(problem, spans, layout.CHUNKS, *entry, both, None, None, order)
         return (both,)
     m, j = (problem.new_state(spans.chunks * heads) for _ in range(2))
     _run(problem, spans, layout.CHUNKS, *entry, m, j, None)
@@ -60,13 +61,12 @@ def _layout(problem: Problem, spans: int) -> layout.Layout:
     return layout.halved(shape) or shape
 
 
-def _run(problem: Problem, spans: Spans, job: int, entry_m, entry_j, m: Tensor, j, decay, pieces=False, chosen=None):
-    p, sizes = problem, problem.shape
-    count = sizes[0] if chosen is None else len(chosen)
+def _run(problem: Problem, spans: Spans, job: int, entry_m, entry_j, m: Tensor, j, decay, order=None):
+    p, sizes, pieces = problem, problem.shape, order is not None
     if pieces or layout.on_tensor_cores(problem):
         shape = _layout(problem, spans.count)
         run = nvrtc.kernel(layout.FOLDER, "states", p.device, JOB=job, PIECES=int(pieces), **shape.definitions)
-        arguments = (p.k, p.w, p.beta, p.g, spans.table, entry_m, entry_j, m, j, decay, chosen, count, *sizes)
+        arguments = (p.k, p.w, p.beta, p.g, spans.table, entry_m, entry_j, m, j, decay, order, *sizes)
     else:
         shape = layout.recurrent(problem)
         run = nvrtc.kernel(layout.FOLDER, "recurrent", p.device, JOB=job, VARIANCE=0, **shape.definitions)
@@ -74,7 +74,7 @@ def _run(problem: Problem, spans: Spans, job: int, entry_m, entry_j, m: Tensor, 
             p.q, p.k, p.w, p.beta, p.g, p.prior, spans.table, entry_m, entry_j, None, None, m, j, decay, *sizes, 1.0,
         )  # fmt: skip
     if blocks := shape.blocks(problem, spans.count):
-        run(blocks // sizes[0] * count, *arguments)
+        run(blocks, *arguments)
 
 
 __all__ = ["CHUNK", "chunk_states", "entry_states", "write_chunk_states"]
