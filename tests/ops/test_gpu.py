@@ -1,5 +1,6 @@
 """The backends on a CUDA device, against the float64 reference on the CPU. Run by hand: pytest -m gpu."""
 
+import importlib
 import warnings
 
 import pytest
@@ -10,6 +11,7 @@ from metaplastic.layers import MIXERS
 from metaplastic.models import MetaplasticConfig, MetaplasticForCausalLM
 from metaplastic.ops import accuracy, debug_checks, dispatch
 from metaplastic.ops.accuracy import Case
+from metaplastic.ops.palimpsa.cuda import layout
 
 pytestmark = pytest.mark.gpu
 PAIRS = [  # fla: test_fla.py
@@ -54,6 +56,29 @@ def test_every_kernel(op, backend, dtype, sizes):
     for case in accuracy.kernel_cases(op, backend, dtype)[sizes]:
         errors = accuracy.measure(op, backend, case, dtype, "cuda", reference="cuda")
         assert not accuracy.failures(op, backend, errors, dtype), (case, errors)
+
+
+@pytest.mark.parametrize("sizes", accuracy.SIZES, ids=str)
+@pytest.mark.parametrize("initial", [True, False])
+def test_palimpsa_in_turns(monkeypatch, sizes, initial):
+    """As where heads share multiprocessors: these would be too many for a test, so the device counts as a small one."""
+    if (reason := dispatch.reason_against("palimpsa", "cuda", "cuda", torch.bfloat16, sizes)) is not None:
+        pytest.skip(reason)
+    backward = importlib.import_module("metaplastic.ops.palimpsa.cuda.backward")
+    monkeypatch.setattr(layout, "_processors", lambda device: 1)
+    monkeypatch.setattr(backward, "MOST_ROUNDS", 100)
+    taken, turns_of = [], backward.turns_of
+
+    def counted(*given):
+        taken.append(turns_of(*given))
+        return taken[-1]
+
+    monkeypatch.setattr(backward, "turns_of", counted)
+    size = {"key_size": sizes[0], "value_size": sizes[1]}
+    case = Case(batch=8, length=230, **size, decay="uneven", variance=False, initial=initial)
+    errors = accuracy.measure("palimpsa", "cuda", case, torch.bfloat16, "cuda", reference="cuda")
+    assert not accuracy.failures("palimpsa", "cuda", errors, torch.bfloat16), errors
+    assert max(taken) == backward.TURNS
 
 
 @pytest.mark.parametrize(

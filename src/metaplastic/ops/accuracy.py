@@ -81,8 +81,8 @@ CASES = (
 # Head sizes that between them take every way in which the GPU kernels cut a state: few and many keys, one warp or
 # several to a row, one block or several to the values, sizes that are padded, the largest.
 SIZES = ((16, 16), (48, 48), (64, 64), (96, 192), (128, 64), (128, 128), (192, 192), (256, 256), (33, 17), (5, 200))
-# Chunks of 64 and a rest; heads that just fill a device or just do not, for sizes that are cut otherwise then (the
-# reference keeps its states of every token: larger ones would take tens of GB); and for one size what does not depend
+# Chunks of 64 and a rest; heads that just fill a device or just do not, for sizes that are cut otherwise then, or whose
+# sequences take turns (the reference keeps its states of every token: larger ones would take tens of GB); and for one size what does not depend
 # on it: one sequence cut into pieces that run side by side, few tokens, one token of every sequence, packed sequences,
 # no gradient of the final state.
 MANY = 128 * 64
@@ -93,10 +93,12 @@ KERNEL_CASES = (
         for variance in (False, True)
     ),
     *(
-        Case(batch=batch, length=34, key_size=keys, value_size=values, decay="uneven", variance=False, initial=False)
+        Case(
+            batch=batch, length=length, key_size=keys, value_size=values, decay="uneven", variance=False, initial=False
+        )
         for keys, values in SIZES
         if keys * values <= MANY
-        for batch in (50, 72)
+        for batch, length in ((50, 34), (72, 70))
     ),
     Case(batch=24, length=70, key_size=96, value_size=192, decay="uneven", variance=False, initial=False),
     Case(batch=1, length=1100, key_size=48, value_size=48, decay="uneven", variance=False),
