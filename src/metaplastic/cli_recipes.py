@@ -43,8 +43,8 @@ def plan(
         str,
         typer.Option(help="auto, fused or plain. auto: what train does on a CUDA device with flash-linear-attention."),
     ] = "auto",
-    memory: Annotated[float, typer.Option(help="GB of a GPU.")] = 80,
-    peak: Annotated[float, typer.Option(help="Dense bf16 TFLOP/s of a GPU.")] = 989,
+    memory: Annotated[float, typer.Option(help="GB of a GPU: an H100 has 80, an H200 141.")] = 80,
+    peak: Annotated[float, typer.Option(help="Dense bf16 TFLOP/s of a GPU: 989 for an H100 or H200.")] = 989,
     efficiency: Annotated[
         float,
         typer.Option(

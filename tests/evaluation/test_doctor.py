@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from metaplastic.evaluation import doctor
-from metaplastic.ops import accuracy, dispatch
+from metaplastic.ops import accuracy, dispatch, fused
 
 
 @pytest.fixture(autouse=True)
@@ -70,6 +70,35 @@ def test_kernels_of_one_head_size_are_blocked_alone(monkeypatch):
         accuracy.OPERATORS["palimpsa"][0](**inputs, backend="chunked")
     monkeypatch.setattr(accuracy, "measure", right)
     assert all(c.status != "FAILED" for c in doctor.check_backends()) and blocked(4, 8) is None
+
+
+def test_a_failure_around_a_memory_blocks_that_alone(monkeypatch):
+    """Each has an entry of its own, for all dtypes."""
+    monkeypatch.setattr(accuracy, "CASES", accuracy.CASES[:1])
+    monkeypatch.setattr(fused, "_unable", lambda device: None)
+    asked, wrong = [], {"l2"}
+
+    def measured(name):
+        def measure(case, dtype, device):
+            asked.append((name, case, dtype, device))
+            return {"output": 1e-4, "gradient of x": 1.0 if name in wrong and dtype == torch.float16 else 1e-4}
+
+        return measure
+
+    for name, subject in doctor.FUSED.items():
+        monkeypatch.setattr(subject, "measure", measured(name))
+        monkeypatch.setattr(subject, "DTYPES", (torch.bfloat16, torch.float16))
+    checks = {c.configuration: c for c in doctor.check_backends()}
+    status = {name: checks[f"{name}/triton/cpu"].status for name in ("short_convolution", "evidence", "l2")}
+    assert status == {"short_convolution": "ok", "evidence": "ok", "l2": "FAILED"}
+    assert "torch.float16, gradient of x: error 1.0e+00" in checks["l2/triton/cpu"].detail
+    cases = [(n, c, dtype, "cpu") for n, s in doctor.FUSED.items() for dtype in s.DTYPES for c in s.CASES]
+    assert asked == cases
+    assert "failed its check" in fused.reason_against("l2", "cpu")
+    assert fused.reason_against("evidence", "cpu") is fused.reason_against("short_convolution", "cpu") is None
+    wrong.clear()
+    assert {check.status for check in doctor.check_backends()} == {"ok", "unavailable"}
+    assert fused.reason_against("l2", "cpu") is None
 
 
 BLOCKED = "additive/chunked/cpu/float32"

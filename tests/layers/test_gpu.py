@@ -8,7 +8,7 @@ import torch
 import torch._dynamo.testing
 
 from metaplastic.layers import ShortConvolution
-from metaplastic.ops import dispatch
+from metaplastic.ops import dispatch, fused_accuracy
 from metaplastic.ops.convolution import check, short_convolution
 
 from .mixers import KINDS, TOLERANCE, cells, close, cut, flat, gradients, inputs, make, masks, rebuilt, trained
@@ -120,7 +120,7 @@ def test_offsets_given_on_the_cpu(kind):
 @pytest.mark.parametrize("case", check.CASES, ids=str)
 def test_short_convolution(case, dtype):
     """One kernel forward, one backward, without waiting for the device; the same bits every time."""
-    assert not check.failures(check.measure("auto", case, dtype, "cuda"), dtype)
+    assert not fused_accuracy.failures(check.measure(case, dtype, "cuda", "auto"), dtype)
     inputs = check.example(case, dtype, "cuda")
     first, again = (check.results("triton", inputs, case.final) for _ in range(2))
     assert all(torch.equal(first[name], again[name]) for name in first)

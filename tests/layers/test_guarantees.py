@@ -11,6 +11,7 @@ import torch
 
 from metaplastic import ops, rules
 from metaplastic.layers import MIXERS
+from metaplastic.ops import fused
 from metaplastic.rules import AdditiveState, DeltaState, GaussianState, PalimpsaState
 
 from .mixers import (
@@ -235,6 +236,26 @@ def test_autocast(kind):
     assert (y.float() - reference).abs().max() < 0.1 * reference.abs().max()
     y.float().sum().backward()
     assert layer.A_log.grad.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("kind", "kernels"),
+    [
+        ("palimpsa_d", {"short_convolution", "l2", "evidence"}),
+        ("palimpsa_m", {"short_convolution", "evidence"}),
+        ("mamba2, groups", {"short_convolution"}),
+        ("gated_deltanet", {"short_convolution", "l2"}),
+        ("bayesian", {"short_convolution", "l2"}),
+    ],
+)
+def test_the_reference_is_pytorchs_operations_around_the_rule_too(monkeypatch, kind, kernels):
+    """It does not even ask whether kernels could run. (float32 for the steps of Mamba2, or no evidence in 16 bits.)"""
+    asked = set()
+    monkeypatch.setattr(fused, "reason_against", lambda name, device: asked.add(name) or "not here")
+    for backend, expected in (("auto", kernels), ("reference", set())):
+        asked.clear()
+        make(kind, backend, torch.bfloat16)(inputs(1, 3, dtype=torch.bfloat16))
+        assert asked == expected
 
 
 @pytest.mark.parametrize("kind", KINDS)

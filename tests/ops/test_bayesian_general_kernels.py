@@ -40,6 +40,7 @@ def test_decays_per_key(here, keys, groups):
         for n, *size in ((groups, 128, keys), (groups, 64, keys), (groups, 64, 128), (1, 64, keys))
     )
     found, exact = key_decays.KernelDecay(g), KeyDecay(g.double())
+    m = d[..., :64]
     pairs = [
         (found.entry, exact.entry),
         (found.tail, exact.tail),
@@ -49,6 +50,9 @@ def test_decays_per_key(here, keys, groups):
         (found.gathered(noise[..., :1]), exact.gathered(noise[..., :1].double())),
         (found.scattered(noise), exact.scattered(noise.double())),
         (found.of_pairs().entry, exact.of_pairs().entry),
+        (found.pairs(y, y), exact.pairs(y.double(), y.double())),
+        (found.over_earlier(m, y), exact.over_earlier(m.double(), y.double())),
+        (found.over_later(m, y), exact.over_later(m.double(), y.double())),
         *zip(
             found.crossed_gradients(d, y, x), exact.crossed_gradients(d.double(), y.double(), x.double()), strict=True
         ),

@@ -7,7 +7,7 @@ import torch
 import torch._dynamo.testing
 
 from metaplastic import ops
-from metaplastic.ops import accuracy, dispatch
+from metaplastic.ops import accuracy, contract, dispatch
 from metaplastic.ops.accuracy import Case
 from metaplastic.rules import AdditiveState, PalimpsaState
 
@@ -360,3 +360,14 @@ def test_a_thread_that_outlives_the_main_thread_finishes():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert "torch.Size([2, 300, 8, 16])" in done.stdout, done.stderr
+
+
+def test_an_observation_noise_of_zero_is_seen_where_values_are_not_checked(monkeypatch):
+    """As on devices: it must not be taken for what stands beyond a sequence's end."""
+    monkeypatch.setattr(contract, "readable", lambda x: False)
+    inputs = accuracy.example("bayesian", Case(), torch.float32)
+    with torch.no_grad():
+        inputs["observation_noise"][0, 5] = 0.0
+        read = ops.bayesian(**inputs, backend="chunked")
+    assert read.output[0, 5:].isnan().all() and read.state.covariance[0].isnan().all()
+    assert read.output[1].isfinite().all() and read.state.covariance[1].isfinite().all()

@@ -6,17 +6,21 @@ PyTorch's form of it is what the layers run on a CPU (layers/test_palimpsa_d.py)
 import pytest
 import torch
 
-from metaplastic.ops import convolution, evidence
+from metaplastic.ops import evidence, fused
+from metaplastic.ops.evidence.check import CASES, Case, example, results
 
-from .evidence_cases import CASES, errors, inputs, second_derivatives
+from .evidence_cases import errors, second_derivatives
 from .test_short_convolution import needs_triton, run
 
 INTERPRETED = """
 import torch
-from tests.ops.evidence_cases import CASES, errors, second_derivatives
+from metaplastic.ops.evidence.check import CASES, measure
+from metaplastic.ops.fused_accuracy import failures
+from tests.ops.evidence_cases import errors, second_derivatives
 
 half = torch.float16
-found = [[errors(*case, strength or half, half) for *case, strength in CASES], second_derivatives(half)]
+found = [[errors(case, half) for case in CASES], second_derivatives(half)]
+found.append([failures(measure(case, half, "cpu"), half) for case in CASES])
 """
 COMPILED = """
 from metaplastic.ops.evidence import kernels, launch
@@ -30,10 +34,10 @@ found = sizes([(x, launch._options(192)) for x in (kernels.forward_kernel, kerne
 
 @needs_triton
 def test_interpreted():
-    """Rounded once, from float32; derivatives of the gradients are those of PyTorch's operations."""
-    wrong, different = run(INTERPRETED, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
+    """Rounded once, from float32; derivatives of the gradients are those of PyTorch's operations; the doctor agrees."""
+    wrong, different, failed = run(INTERPRETED, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
     assert len(wrong) == len(CASES) and max(max(case.values()) for case in wrong) < 1.0, wrong
-    assert different == 0
+    assert different == 0 and failed == [{}] * len(CASES)
 
 
 @needs_triton
@@ -42,13 +46,13 @@ def test_kernels_compile():
 
 
 def test_who_computes(monkeypatch):
-    (u, e, s, c), _ = inputs(1, 3, 2, 4, torch.bfloat16, torch.bfloat16)
+    u, e, s, c = example(Case(1, 3, 2, 4), torch.bfloat16)[0].values()
 
     def choose(u, e, s=s, c=c):
         return evidence.choose(u, e, s, c)
 
     assert choose(u, e) == "torch"  # no GPU
-    monkeypatch.setattr(evidence, "reason_against_convolution", lambda backend, device: None)
+    monkeypatch.setattr(fused, "reason_against", lambda name, device: None if name == "evidence" else "not this one")
     assert choose(u, e) == "triton"
     assert choose(u.float(), e.float()) == choose(u, e.half()) == "torch"
     assert choose(u, e, s[:, :, :1]) == choose(u, e, s, c[:1]) == choose(u, e[:, :, :, :1]) == "torch"
@@ -66,15 +70,12 @@ def test_who_computes(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_on_a_gpu(dtype):
-    if (reason := convolution.reason_against("triton", "cuda")) is not None:
+    if (reason := fused.reason_against("evidence", "cuda")) is not None:
         pytest.skip(reason)
-    sizes = [*CASES, (4, 2048, 16, 48, None), (1, 2048, 16, 192, None), (1, 100, 2, 4096, None)]
-    for *case, strength in sizes:
-        wrong = errors(*case, strength or dtype, dtype, device="cuda")
+    for case in (*CASES, Case(4, 2048, 16, 48), Case(1, 2048, 16, 192), Case(1, 100, 2, 4096)):
+        wrong = errors(case, dtype, "cuda")
         assert max(wrong.values()) < 1.0, (case, wrong)
     assert second_derivatives(dtype, "cuda") == 0
-    given, upstream = inputs(2, 1000, 4, 48, dtype, dtype, "cuda")
-    chosen = evidence.choose(*given)
-    leaves = [x.detach().requires_grad_() for x in given]
-    runs = [torch.autograd.grad(evidence.write_and_evidence(*leaves), leaves, upstream) for _ in range(20)]
-    assert chosen == "triton" and all(all(map(torch.equal, runs[0], other)) for other in runs[1:])
+    given, upstream = example(Case(2, 1000, 4, 48), dtype, "cuda")
+    first, *others = (list(results("auto", given, upstream).values()) for _ in range(20))
+    assert evidence.choose(**given) == "triton" and all(all(map(torch.equal, first, other)) for other in others)

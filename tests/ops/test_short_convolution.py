@@ -12,8 +12,9 @@ import sys
 import pytest
 import torch
 
-from metaplastic.ops import convolution, dispatch
+from metaplastic.ops import convolution, dispatch, fused
 from metaplastic.ops.convolution import check, short_convolution
+from metaplastic.ops.fused_accuracy import failures
 
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="no Triton here: the kernels of the convolution are NOT checked"
@@ -31,10 +32,10 @@ def run(code: str, **environment: str) -> list:
 
 INTERPRETED = """
 import math, torch
-from metaplastic.ops import convolution
+from metaplastic.ops import convolution, fused
 from metaplastic.ops.convolution import launch, short_convolution
 
-convolution.DEVICES = ("cpu",)
+fused.DEVICES = ("cpu",)
 torch.manual_seed(0)
 launch.FORWARD = launch.FORWARD._replace(tokens=8, channels=32, rows=4)
 launch.BACKWARD = launch.BACKWARD._replace(tokens=9, channels=32, rows=4)
@@ -172,10 +173,10 @@ def test_a_named_backend_runs_that_or_raises(monkeypatch):
     with pytest.raises(ValueError, match=r"activation must be one of 'silu', None, got 'relu'"):
         short_convolution(x, weight, activation="relu")
     assert convolution.choose("auto", "cpu") == "torch"
-    monkeypatch.setattr(convolution, "_installed", lambda package: True)
-    monkeypatch.setattr(convolution.shutil, "which", lambda name: "/bin/cc" if name == "clang" else None)
+    monkeypatch.setattr(fused, "_installed", lambda package: True)
+    monkeypatch.setattr(fused.shutil, "which", lambda name: "/bin/cc" if name == "clang" else None)
     monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setattr(convolution, "_unable", convolution._unable.__wrapped__)
+    monkeypatch.setattr(fused, "_unable", fused._unable.__wrapped__)
     reason = convolution.reason_against
     assert reason("triton", "cuda") is None
     assert reason("triton", "cuda", wide=True) == "takes weights of up to 8 tokens"
@@ -184,9 +185,9 @@ def test_a_named_backend_runs_that_or_raises(monkeypatch):
     assert convolution.choose("auto", "cuda") == "torch"
     with dispatch.block_list_ignored():
         assert convolution.choose("auto", "cuda") == "triton"
-    monkeypatch.setattr(convolution.shutil, "which", lambda name: None)
+    monkeypatch.setattr(fused.shutil, "which", lambda name: None)
     assert "C compiler" in reason("triton", "cuda")
-    monkeypatch.setattr(convolution, "_installed", lambda package: False)
+    monkeypatch.setattr(fused, "_installed", lambda package: False)
     assert "the package triton" in reason("triton", "cuda")
 
 
@@ -209,8 +210,8 @@ def test_what_the_kernels_would_read_past_is_refused():
 def test_the_check_finds_errors():
     """What the doctor and the GPU tests run: PyTorch's own passes, a wrong backend does not."""
     case = check.Case(5, 4, check.PACKED)
-    assert not check.failures(check.measure("torch", case, torch.float32, "cpu"), torch.float32)
-    errors = check.measure("torch", case, torch.float32, "cpu")
+    errors = check.measure(case, torch.float32, "cpu", "torch")
+    assert not failures(errors, torch.float32)
     assert set(errors) == {"output", "state", *(f"gradient of {n}" for n in ("x", "weight", "bias", "state"))}
-    assert set(check.failures(dict.fromkeys(errors, 2e-4) | {"state": 0.0}, torch.float32)) == set(errors) - {"state"}
-    assert check.failures(dict.fromkeys(errors, float("nan")), torch.float32)
+    assert set(failures(dict.fromkeys(errors, 2e-4) | {"state": 0.0}, torch.float32)) == set(errors) - {"state"}
+    assert failures(dict.fromkeys(errors, float("nan")), torch.float32)

@@ -23,10 +23,13 @@ from typing import NamedTuple
 
 import torch
 
-from ..ops import accuracy, convolution, dispatch, fla_tuning
+from ..ops import accuracy, dispatch, fla_tuning, fused, fused_accuracy
 from ..ops.accuracy import Case
 from ..ops.convolution import check as convolution_check
+from ..ops.evidence import check as evidence_check
+from ..ops.l2 import check as l2_check
 
+FUSED = {"short_convolution": convolution_check, "evidence": evidence_check, "l2": l2_check}
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 MEMORY = 16e9  # bytes of a GPU for each process: what the references of the largest cases keep
 NO_MEMORY = "the device has not enough free memory"
@@ -63,19 +66,19 @@ def check_backends() -> Iterator[Check]:
         yield Check("block list", "unwritable", f"what failed cannot be remembered: {error}")
 
 
-def _check_convolution(device: str) -> Check:
-    """The kernels of the short convolution: one configuration for all dtypes."""
-    name, began = convolution.configuration("triton", device), time.perf_counter()
-    largest, problems = 0.0, []
+def _check_fused(kernels: str, device: str) -> Check:
+    """Kernels without a table: one configuration for all dtypes."""
+    name, began = fused.configuration(kernels, device), time.perf_counter()
+    largest, problems, subject = 0.0, [], FUSED[kernels]
     with dispatch.block_list_ignored():
-        if (reason := convolution.reason_against("triton", device)) is not None:
+        if (reason := fused.reason_against(kernels, device)) is not None:
             return Check(name, "unavailable", reason)
         try:
-            for dtype in DTYPES:
-                for case in convolution_check.CASES:
-                    errors = convolution_check.measure("triton", case, dtype, device)
+            for dtype in subject.DTYPES:
+                for case in subject.CASES:
+                    errors = subject.measure(case, dtype, device)
                     largest = max(largest, *errors.values())
-                    wrong = convolution_check.failures(errors, dtype)
+                    wrong = fused_accuracy.failures(errors, dtype)
                     problems += [f"{dtype}, {what}: error {error:.1e}" for what, error in wrong.items()]
         except torch.OutOfMemoryError:
             return Check(name, "unchecked", NO_MEMORY)
@@ -107,11 +110,12 @@ class _Job(NamedTuple):
             return check, dispatch.configuration(op, backend, device, dtype, sizes)
 
 
-class _Convolution(NamedTuple):
+class _Fused(NamedTuple):
+    kernels: str
     device: str
 
     def run(self) -> tuple[Check, str]:
-        check = _check_convolution(self.device)
+        check = _check_fused(self.kernels, self.device)
         return check, check.configuration
 
 
@@ -123,9 +127,9 @@ class _Unavailable(NamedTuple):
         return Check(self.configuration, "unavailable", self.reason), self.configuration
 
 
-def _jobs(device: str) -> Iterator[_Job | _Convolution | _Unavailable]:
+def _jobs(device: str) -> Iterator[_Job | _Fused | _Unavailable]:
     """All that there is to do, in the order of the table."""
-    yield _Convolution(device)
+    yield from (_Fused(kernels, device) for kernels in FUSED)
     for op, entries in dispatch.BACKENDS.items():
         for backend in entries:
             for dtype in DTYPES:
@@ -146,7 +150,7 @@ def _processes() -> int:
     return max(1, min((os.cpu_count() or 1) // 2, int(free / MEMORY)))
 
 
-def _results(jobs: Sequence[_Job | _Convolution | _Unavailable]) -> Iterator[tuple[Check, str]]:
+def _results(jobs: Sequence[_Job | _Fused | _Unavailable]) -> Iterator[tuple[Check, str]]:
     processes = _processes()
     if processes == 1:
         yield from map(_run, jobs)
@@ -169,7 +173,7 @@ def _results(jobs: Sequence[_Job | _Convolution | _Unavailable]) -> Iterator[tup
         pool.shutdown()
 
 
-def _run(job: _Job | _Convolution | _Unavailable) -> tuple[Check, str]:
+def _run(job: _Job | _Fused | _Unavailable) -> tuple[Check, str]:
     return job.run()
 
 

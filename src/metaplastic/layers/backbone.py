@@ -31,8 +31,7 @@ class DeltaNetBackbone(Mixer):
         self.v_proj = nn.Linear(self.hidden_size, values, bias=False)
         self.conv = None
         if conv_size is not None:
-            backend = "torch" if self.backend == "reference" else "auto"
-            self.conv = ShortConvolution(2 * keys + values, conv_size, activation="silu", backend=backend)
+            self.conv = ShortConvolution(2 * keys + values, conv_size, activation="silu", backend=self.around)
 
     def _init_output(self, norm_eps: float) -> None:
         check_positive(norm_eps=norm_eps)
@@ -50,7 +49,7 @@ class DeltaNetBackbone(Mixer):
         keys, values = self.num_key_heads * self.key_size, self.num_heads * self.value_size
         q, k, v = mixed.split([keys, keys, values], -1)
         q, k = (z.unflatten(-1, (self.num_key_heads, self.key_size)) for z in (q, k))
-        q, k = (l2_normalize(repeat_heads(z, self.num_heads)) for z in (q, k))
+        q, k = (l2_normalize(repeat_heads(z, self.num_heads), self.around) for z in (q, k))
         return q, k, v.unflatten(-1, (self.num_heads, self.value_size)), convolution
 
     def _output(self, o: Tensor, output_gate: Tensor) -> Tensor:

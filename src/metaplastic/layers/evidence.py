@@ -70,6 +70,5 @@ class Evidence(Mixer):
 
     def _rule_inputs(self, x: Tensor, q: Tensor, k: Tensor, u: Tensor, strength: Tensor, g: Tensor) -> PalimpsaGates:
         evidence = self.beta_up(self.beta_down(x)).unflatten(-1, (self.num_heads, self.value_size))
-        backend = "torch" if self.backend == "reference" else "auto"
-        w, beta = write_and_evidence(u, evidence, strength, F.softplus(self.b_scale), backend)
+        w, beta = write_and_evidence(u, evidence, strength, F.softplus(self.b_scale), self.around)
         return PalimpsaGates(q, k, w, beta, g, self.prior_log.to(g.dtype).exp())

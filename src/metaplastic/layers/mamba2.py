@@ -99,8 +99,7 @@ class Mamba2(Mixer):
         self.num_groups, self.scale = num_groups, 1.0
         mixed = width + 2 * num_groups * key_size
         self.in_proj = nn.Linear(hidden_size, width + mixed + num_heads, bias=bias)
-        plain = "torch" if backend == "reference" else "auto"
-        self.conv = ShortConvolution(mixed, conv_size, bias=conv_bias, backend=plain)
+        self.conv = ShortConvolution(mixed, conv_size, bias=conv_bias, backend=self.around)
         self.norm = GatedRMSNorm(width, norm_groups, norm_eps)
         self.out_proj = nn.Linear(width, hidden_size, bias=bias)
         self._init_rule()

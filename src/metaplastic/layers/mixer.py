@@ -124,6 +124,12 @@ class Mixer(nn.Module):
         if self.has_residual:
             self.D = nn.Parameter(torch.empty(num_heads))
 
+    @property
+    def around(self) -> str:
+        """The backend of what lies around the rule (short convolution, lengths of 1, evidence): where that is the
+        reference, PyTorch's operations there too."""
+        return "torch" if self.backend == "reference" else "auto"
+
     def _init_rule(self) -> None:
         """Makes the parameters that only this rule has; mixers call it last, so that shared ones are drawn alike."""
 

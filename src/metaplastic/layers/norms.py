@@ -8,10 +8,13 @@ from ..ops.contract import compute_dtype, full_precision
 from ..ops.transforms import transformed
 
 
-def l2_normalize(x: Tensor) -> Tensor:
-    """``x / |x|`` over the last axis in float32; a zero vector stays zero and has a finite gradient."""
-    if x.dtype in (torch.bfloat16, torch.float16) and not torch.compiler.is_compiling() and not transformed():
-        return _HalfL2.apply(x)  # pyright: ignore[reportReturnType]
+def l2_normalize(x: Tensor, backend: str = "auto") -> Tensor:
+    """``x / |x|`` over the last axis in float32; a zero vector stays zero and has a finite gradient.
+
+    ``backend``: "auto", or "torch" for PyTorch's operations alone.
+    """
+    if x.dtype in l2.HALVES and not torch.compiler.is_compiling() and not transformed():
+        return _HalfL2.apply(x, backend == "auto" and l2.runs(x))  # pyright: ignore[reportReturnType]
     return _step_by_step(x)
 
 
@@ -28,8 +31,8 @@ class _HalfL2(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
-        if l2.runs(x):
+    def forward(ctx, x: Tensor, kernels: bool) -> Tensor:
+        if kernels:
             ctx.save_for_backward(x, None)
             return l2.forward(x)
         with full_precision(x.device):
@@ -39,13 +42,13 @@ class _HalfL2(torch.autograd.Function):
             return torch.mul(x, inverse, out=torch.empty_like(x))
 
     @staticmethod
-    def backward(ctx, dy: Tensor) -> Tensor:
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None]:
         x, inverse = ctx.saved_tensors
         if torch.is_grad_enabled():  # the gradient is to be differentiated in turn
-            return torch.autograd.grad(_step_by_step(x), x, dy, create_graph=True)[0]
+            return torch.autograd.grad(_step_by_step(x), x, dy, create_graph=True)[0], None
         if inverse is None:
-            return l2.backward(dy, x)
+            return l2.backward(dy, x), None
         with full_precision(x.device):
             wide = x.float()
             along = (wide * dy).sum(-1, keepdim=True).mul_(inverse).mul_(inverse).mul_(inverse)
-            return torch.addcmul(dy * inverse, wide, along, value=-1).to(x.dtype)
+            return torch.addcmul(dy * inverse, wide, along, value=-1).to(x.dtype), None

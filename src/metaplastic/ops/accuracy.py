@@ -82,9 +82,9 @@ CASES = (
 # several to a row, one block or several to the values, sizes that are padded, the largest.
 SIZES = ((16, 16), (48, 48), (64, 64), (96, 192), (128, 64), (128, 128), (192, 192), (256, 256), (33, 17), (5, 200))
 # Chunks of 64 and a rest; heads that just fill a device or just do not, for sizes that are cut otherwise then, or whose
-# sequences take turns (the reference keeps its states of every token: larger ones would take tens of GB); and for one size what does not depend
-# on it: one sequence cut into pieces that run side by side, few tokens, one token of every sequence, packed sequences,
-# no gradient of the final state.
+# sequences take turns (the reference keeps its states of every token: larger ones would take tens of GB); and for one
+# size what does not depend on it: one sequence cut into pieces that run side by side, few tokens, one token of every
+# sequence, packed sequences, no gradient of the final state.
 MANY = 128 * 64
 KERNEL_CASES = (
     *(

@@ -1,5 +1,6 @@
 """The arguments of one call of the chunked form, taken and put chunk by chunk."""
 
+import math
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ class Call:
             g = g.repeat_interleave(2, -1)
         per_head = (x if x.dim() == 4 else x[..., None] for x in (g, process_noise))
         noise = observation_noise if self.grouped else observation_noise[..., None]
+        noise = noise.where(noise != 0, math.nan)  # devices check no values: 0 is what stands beyond a sequence's end
         self.inputs, self.rotation = (q, k, v, *per_head, noise), rotation
 
     def take(self, c: Any, dtype: torch.dtype | None = None) -> Inputs:

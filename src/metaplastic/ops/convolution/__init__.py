@@ -14,51 +14,27 @@ transposed copies. Sums are float32 or wider in both; torch rounds the weights t
 before SiLU. Second and forward-mode derivatives need ``torch``.
 """
 
-import functools
-import os
-import shutil
-
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from .. import fused
 from ..contract import check_packing, full_precision, require
-from ..dispatch import _blocked, _installed, block_list_path
 from . import plain
 
 BACKENDS = ("triton", "torch")  # in order of preference
-DEVICES = ("cuda", "xpu")  # that Triton compiles for
 WIDEST = 8  # of the Triton kernels, which keep a window in registers
 ACTIVATIONS = ("silu", None)
 Optional = Tensor | None
 
 
-def configuration(backend: str, device: str) -> str:
-    """Its name on the machine's block list."""
-    return f"short_convolution/{backend}/{device}"
-
-
 def reason_against(backend: str, device: str, wide: bool = False) -> str | None:
     """Why ``backend`` cannot run here (``wide``: with W > WIDEST), or None if it can."""
-    reason = _unable(backend, device, wide)
-    if reason is None and configuration(backend, device) in _blocked():
-        return f"failed its check on this machine and is blocked (list: {block_list_path()})"
-    return reason
-
-
-@functools.cache
-def _unable(backend: str, device: str, wide: bool) -> str | None:
     if backend == "torch":
         return None
-    if device not in DEVICES:
-        return f"runs on {', '.join(DEVICES)} tensors, not on {device}"
     if wide:
         return f"takes weights of up to {WIDEST} tokens"
-    if not _installed("triton"):
-        return "needs the package triton, which is not installed"
-    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
-        return "needs a C compiler, with which Triton builds what starts its kernels (gcc, clang or $CC)"
-    return None
+    return fused.reason_against("short_convolution", device)
 
 
 def choose(backend: str, device: str, wide: bool = False) -> str:

@@ -1,17 +1,15 @@
-"""How exact the backends of the short convolution are: the measurement that tests and ``metaplastic doctor`` share.
-
-An error is ``max |x - exact| / max |exact|`` over an output or a gradient, the exact one being PyTorch's convolution in
-float64 on the CPU, of the very same (rounded) inputs; what is allowed is what ``ops.accuracy`` allows the memories.
-"""
+"""What the short convolution is measured on (:mod:`..fused_accuracy`)."""
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..accuracy import TOLERANCES
 from ..contract import compute_dtype
+from ..fused_accuracy import relative_errors
 from . import short_convolution
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class Case(NamedTuple):
@@ -60,20 +58,9 @@ def results(backend: str, inputs: dict[str, Tensor | None], final: bool = True) 
     return {"output": y, "state": state} | {f"gradient of {n}": d for n, d in zip(leaves, found, strict=True)}
 
 
-def measure(backend: str, case: Case, dtype: torch.dtype, device: str) -> dict[str, float]:
+def measure(case: Case, dtype: torch.dtype, device: str, backend: str = "triton") -> dict[str, float]:
     """Name -> error."""
     found = results(backend, example(case, dtype, device), case.final)
     inputs = example(case, dtype)
     wide = {n: x.double() if x is not None and x.is_floating_point() else x for n, x in inputs.items()}
-    errors = {}
-    for name, exact in results("torch", wide, case.final).items():
-        if exact.numel():
-            error = (found[name].cpu().double() - exact).abs().max().item() / max(exact.abs().max().item(), 1e-30)
-            errors[name] = error if error == error else float("inf")
-    return errors
-
-
-def failures(errors: dict[str, float], dtype: torch.dtype) -> dict[str, float]:
-    """Those that exceed what is allowed."""
-    allowed = TOLERANCES["palimpsa", "reference"][dtype]
-    return {n: e for n, e in errors.items() if not e <= (allowed.gradient if n.startswith("grad") else allowed.forward)}
+    return relative_errors(found, results("torch", wide, case.final))

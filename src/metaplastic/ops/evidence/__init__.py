@@ -19,8 +19,8 @@ derivatives see through.
 import torch
 from torch import Tensor
 
+from .. import fused
 from ..contract import full_precision
-from ..convolution import reason_against as reason_against_convolution
 from ..rows import BLOCK
 from ..transforms import transformed
 from . import plain
@@ -34,7 +34,7 @@ def choose(u: Tensor, e: Tensor, s: Tensor, c: Tensor) -> str:
     fit = fit and u.shape == e.shape and s.shape == (*u.shape[:-1], 1) and c.shape == u.shape[2:3]
     if torch.compiler.is_compiling() or not fit or transformed():
         return "torch"
-    return "triton" if reason_against_convolution("triton", u.device.type) is None else "torch"
+    return "triton" if fused.reason_against("evidence", u.device.type) is None else "torch"
 
 
 def write_and_evidence(u: Tensor, e: Tensor, s: Tensor, c: Tensor, backend: str = "auto") -> tuple[Tensor, Tensor]:

@@ -8,17 +8,18 @@ One kernel each way, float32 inside; nothing but x is kept.
 import torch
 from torch import Tensor
 
+from .. import fused
 from ..contract import full_precision
-from ..convolution import reason_against as reason_against_convolution
 from ..rows import BLOCK
 
 EPS = 1e-6
+HALVES = (torch.bfloat16, torch.float16)
 
 
 def runs(x: Tensor) -> bool:
     """Whether the kernels take x."""
-    fit = x.dim() == 4 and x.dtype in (torch.bfloat16, torch.float16) and 0 < x.shape[-1] <= BLOCK
-    return fit and reason_against_convolution("triton", x.device.type) is None
+    fit = x.dim() == 4 and x.dtype in HALVES and 0 < x.shape[-1] <= BLOCK
+    return fit and fused.reason_against("l2", x.device.type) is None
 
 
 def forward(x: Tensor) -> Tensor:

@@ -76,8 +76,7 @@ def give(problem: Problem, variances: bool = True) -> Given:
         return noise * x if coupling is None else noise * x + coupling * swapped(x)
 
     y = times_noise(k)
-    white = take(problem.observation_noise).mT[..., None]  # [n, H, G, CHUNK, 1]
-    white = white.where(white != 0, 1).rsqrt()  # beyond a sequence's end: 0
+    white = take(problem.observation_noise.rsqrt()).mT[..., None]  # [n, H, G, CHUNK, 1]; 0 beyond a sequence's end
     identity = torch.eye(CHUNK, device=k.device)
     known, crossed = decay.crossed(y, torch.cat([k, q], -2)).mT[:, :, None].split(CHUNK, -2)
 

@@ -1,13 +1,14 @@
 """Decays per key within a chunk of 64 tokens as kernels: what :mod:`metaplastic.ops.bayesian.key_decay` does in halves
 of halves. There a number for every pair and key would be too much memory; here none leaves the registers."""
 
+from functools import cached_property
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from ... import nvrtc
-from ..key_decay import KeyDecay
+from ..key_decay import Halves, KeyDecay
 from .problem import CHUNK
 
 FOLDER = Path(__file__).parent
@@ -55,7 +56,9 @@ def _padded(keys: int) -> int:
 
 
 class KernelDecay(KeyDecay):
-    """g ``[..., C, K]``."""
+    """g ``[..., C, K]``. Products that have no kernel here are done in halves."""
+
+    missing = 0  # CHUNK is a power of two
 
     @classmethod
     def takes(cls, g: Tensor) -> bool:
@@ -65,6 +68,10 @@ class KernelDecay(KeyDecay):
         self.g, self.length = g.contiguous(), g.shape[-2]
         self.entry, self.tail = ends(self.g)
         self.last = self.entry[..., -1:, :]
+
+    @cached_property
+    def levels(self) -> list[Halves]:
+        return KeyDecay(self.g).levels
 
     def crossed(self, y: Tensor, x: Tensor) -> Tensor:
         return pairs(x, y, self.g)
