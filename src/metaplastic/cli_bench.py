@@ -62,13 +62,18 @@ def bench_kernels(
 
     measured, path = {}, output / "results.json"
     parts = only or list(kernel_speed.PARTS)
+
+    def keep(complete: bool) -> None:
+        settings = {"quick": quick, "only": parts, "peers": peers, "complete": complete}
+        record = results.record("bench kernels", measured, seeds=[0], settings=settings)
+        results.write_json(path, record)
+        kernel_page.kernel_page(record, output)
+
     for name, found in kernel_speed.bench_kernels(quick, parts, peers):
         measured[name] = measured.get(name, {}) | found
         print_table(name, *kernel_page.kernel_rows(found))
-        settings = {"quick": quick, "only": parts, "peers": peers}
-        record = results.record("bench kernels", measured, seeds=[0], settings=settings)
-        results.write_json(path, record)  # after every part: it may be cut short
-        kernel_page.kernel_page(record, output)
+        keep(complete=False)  # after every part: it may be cut short
+    keep(complete=True)
     console.print(f"results: {path}\nopen in a browser: {output / 'index.html'}")
 
 

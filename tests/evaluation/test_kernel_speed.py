@@ -2,11 +2,12 @@
 
 import contextlib
 import functools
+import json
 
 import pytest
 import torch
 
-from metaplastic import ops, results
+from metaplastic import cli_bench, ops, results
 from metaplastic.evaluation import kernel_measures, kernel_page, kernel_speed
 from metaplastic.evaluation.kernel_shapes import FILTER, FILTER_SIDES, MORE_FILTERS, SHAPES, SIDES, WIDTHS, Shape
 from metaplastic.ops import dispatch, fla, fla_tuning
@@ -251,3 +252,18 @@ def test_a_small_shape_on_a_device():
     assert 0 < ours["forward floor share"] < 1
     assert 0 < ours["forward host ms"] < 100 and 0 < ours["forward ms"] < 100
     assert 0 < ours["forward + backward floor share"] < 1
+
+
+def test_a_run_that_was_cut_off_says_so(monkeypatch, tmp_path):
+    def made(*_):
+        yield "device", {"copied bytes per second": 1.0}
+        if cut:
+            raise KeyboardInterrupt
+        yield "decode 760M-D, 64 sequences", {"ms": 1.0}
+
+    monkeypatch.setattr(kernel_speed, "bench_kernels", made)
+    for cut in (True, False):
+        with pytest.raises(KeyboardInterrupt) if cut else contextlib.nullcontext():
+            cli_bench.bench_kernels(tmp_path)
+        record = json.loads((tmp_path / "results.json").read_text())
+        assert record["settings"]["complete"] is not cut and len(record["measurements"]) == 2 - cut

@@ -371,3 +371,17 @@ def test_an_observation_noise_of_zero_is_seen_where_values_are_not_checked(monke
         read = ops.bayesian(**inputs, backend="chunked")
     assert read.output[0, 5:].isnan().all() and read.state.covariance[0].isnan().all()
     assert read.output[1].isfinite().all() and read.state.covariance[1].isfinite().all()
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_scale_is_a_finite_number(op):
+    inputs = accuracy.example(op, Case(length=3), torch.float32)
+    for wrong, error, words in (
+        ("a", TypeError, f"{op}: scale must be a number, got 'a'"),
+        (None, TypeError, f"{op}: scale must be a number, got None"),
+        (torch.ones(()), TypeError, f"{op}: scale must be a number .*multiply q.*, got a tensor"),
+        (float("nan"), ValueError, f"{op}: scale must be finite, got nan"),
+    ):
+        with pytest.raises(error, match=words):
+            call(op, inputs, scale=wrong)
+    assert call(op, inputs, scale=2).output.shape == inputs["q"].shape[:3] + call(op, inputs).output.shape[3:]

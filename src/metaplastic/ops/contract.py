@@ -57,6 +57,17 @@ def check_query(op: str, q: Tensor) -> None:
     require(q.is_floating_point(), f"{op}: q must be floating point, got {q.dtype}")
 
 
+def check_scale(op: str, scale: Any) -> float:
+    if isinstance(scale, Tensor):
+        raise TypeError(f"{op}: scale must be a number (a tensor would get no gradient: multiply q), got a tensor")
+    try:
+        number = float(scale)
+    except (TypeError, ValueError):
+        raise TypeError(f"{op}: scale must be a number, got {scale!r}") from None
+    require(abs(number) < float("inf"), f"{op}: scale must be finite, got {number}")
+    return number
+
+
 def check_packing(op: str, cu_seqlens: Tensor | None, batch: int) -> int:
     """Checks type and shape of ``cu_seqlens``, on any device; returns the number of sequences (= rows of the state)."""
     if cu_seqlens is None:

@@ -65,7 +65,7 @@ def additive(
     if backend != "reference":
         contract.refuse_forward_mode(op, q, k, v, g, mean)
     run = dispatch.resolve(op, backend, q.device.type, q.dtype)
-    output, mean = run(q, k, v, g, mean, cu_seqlens, float(scale))
+    output, mean = run(q, k, v, g, mean, cu_seqlens, contract.check_scale(op, scale))
     variance = None
     if output_variance:
         query = q.to(compute_dtype(q)) * scale

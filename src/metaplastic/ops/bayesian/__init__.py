@@ -107,7 +107,7 @@ def bayesian(
     run = dispatch.resolve(op, backend, q.device.type, q.dtype, (key_size, value_size))
     output, variance, mean, covariance = run(
         q, k, v, g, process_noise, observation_noise, rotation, mean, covariance, cu_seqlens,
-        float(scale), bool(output_variance),
+        contract.check_scale(op, scale), bool(output_variance),
     )  # fmt: skip
     return MemoryRead(output, variance if output_variance else None, GaussianState(mean, covariance))
 

@@ -70,7 +70,7 @@ def delta(
         contract.refuse_forward_mode(op, q, k, v, beta, g, mean)
     run = dispatch.resolve(op, backend, q.device.type, q.dtype)
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, beta, g, mean))
-    output, mean, *_ = run(q, k, v, beta, g, mean, cu_seqlens, float(scale), keep)
+    output, mean, *_ = run(q, k, v, beta, g, mean, cu_seqlens, contract.check_scale(op, scale), keep)
     variance = None
     if output_variance:
         query = q.to(compute_dtype(q)) * scale

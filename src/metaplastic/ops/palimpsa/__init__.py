@@ -78,7 +78,17 @@ def palimpsa(
         contract.refuse_forward_mode(op, q, k, w, beta, g, prior, information, excess_precision)
     run = dispatch.resolve(op, backend, q.device.type, q.dtype, (key_size, value_size))
     output, variance, information, excess_precision = run(
-        q, k, w, beta, g, prior, information, excess_precision, cu_seqlens, float(scale), bool(output_variance)
+        q,
+        k,
+        w,
+        beta,
+        g,
+        prior,
+        information,
+        excess_precision,
+        cu_seqlens,
+        contract.check_scale(op, scale),
+        bool(output_variance),
     )
     return MemoryRead(output, variance if output_variance else None, PalimpsaState(information, excess_precision))
 
