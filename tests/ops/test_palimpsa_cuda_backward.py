@@ -150,6 +150,16 @@ def test_groups_fill_the_device():
     assert cuda.group_size(3, 60, 132, 2048, 3) == 3  # six quarters of a round, not one of 120 blocks and one of 60
 
 
+def test_many_short_sequences_share_the_memory():
+    """Their blocks' scratch is what counts: 100,000 sequences of 20 tokens would take 9 GB of it at once."""
+    budget, slots = cuda.GROUP, 132
+    states, scratch, blocks = 64 * 64 * 8 * 4, 23_000, 4
+    assert cuda.fitting(states, scratch, blocks, slots, budget) * (states + blocks * scratch) <= budget
+    assert cuda.fitting(75_500_000, 590_000, 16, slots, budget) == 21  # in turns: a scratch for those at work
+    assert cuda.fitting(167_772_160, 196_608, 80, slots, budget) == 8
+    assert cuda.fitting(1, 0, 0, slots, budget) == budget
+
+
 def test_every_size_has_a_kernel_that_fits():
     for keys in range(16, 257, 16):
         for values in (16, 48, 64, 192, 256):

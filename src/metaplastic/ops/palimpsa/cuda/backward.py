@@ -23,7 +23,7 @@ from .states import entry_states, write_chunk_states
 
 BUDGET = 3 << 30  # bytes of states and partial sums at once, and no more than this part of the device's memory:
 SHARE = 1 / 16
-GROUP = 5 << 28  # bytes that states of whole sequences may take at once
+GROUP = 3 << 29  # bytes that states of whole sequences, and what blocks keep beside, may take at once
 STATES = 320 << 20  # bytes of states that several groups may share: with few heads they take less time if made together
 LEAST_SPAN = 512  # tokens of a piece of a sequence
 SHARED_BYTES = 227 << 10  # of a block; a multiprocessor has 1 KB more, and each block takes 1 KB beside
@@ -209,7 +209,8 @@ class _Backward:
         self.scratch = walk.scratch * kept  # bytes per block
         self.slots = processors * self.resident  # blocks at work
         budget = _budget(self.device) if self.cut else min(GROUP, _budget(self.device))
-        most = budget // max(1, of_token * -(-longest // CHUNK) * CHUNK)
+        states = of_token * -(-longest // CHUNK) * CHUNK
+        most = fitting(states, self.scratch, heads * self.blocks, self.slots, budget)
         self.longest = longest
         self.at_once = group_size(len(self.spans), heads * self.blocks, self.slots, longest, most)
         states = self.at_once * -(-longest // CHUNK) * heads * keys * values * 2 * problem.g.element_size()
@@ -353,6 +354,17 @@ def _budget(device: torch.device) -> int:
     return min(BUDGET, int(SHARE * torch.cuda.get_device_properties(device).total_memory))
 
 
+def fitting(states: int, scratch: int, blocks: int, slots: int, budget: int) -> int:
+    """Spans of so many blocks whose bytes of states and scratch stay within the budget.
+
+    Of blocks that take turns only those at work have a scratch; of more than that each has its own, which with short
+    sequences is more than the states.
+    """
+    few = MOST_ROUNDS * slots // max(1, blocks)
+    return min(budget // max(1, states), max(few, budget // max(1, states + blocks * scratch)))
+
+
+@functools.cache
 def group_size(spans: int, blocks: int, slots: int, longest: int, most: int) -> int:
     """Spans at once, at most ``most``: fewest rounds of ``slots`` blocks over all groups, then the smallest groups.
 
