@@ -67,7 +67,7 @@ def palimpsa(
         },
     )
     contract.check_tensors(op, q.shape[2:3], q.device, {"prior": (prior, (), "[H]")})
-    rows = contract.check_packing(op, cu_seqlens, batch)
+    number, rows = contract.check_scale(op, scale), contract.check_packing(op, cu_seqlens, batch)
     cu_seqlens = contract.on_host(cu_seqlens)
     information = excess_precision = None
     if initial_state is not None:
@@ -78,17 +78,7 @@ def palimpsa(
         contract.refuse_forward_mode(op, q, k, w, beta, g, prior, information, excess_precision)
     run = dispatch.resolve(op, backend, q.device.type, q.dtype, (key_size, value_size))
     output, variance, information, excess_precision = run(
-        q,
-        k,
-        w,
-        beta,
-        g,
-        prior,
-        information,
-        excess_precision,
-        cu_seqlens,
-        contract.check_scale(op, scale),
-        bool(output_variance),
+        q, k, w, beta, g, prior, information, excess_precision, cu_seqlens, number, bool(output_variance)
     )
     return MemoryRead(output, variance if output_variance else None, PalimpsaState(information, excess_precision))
 
