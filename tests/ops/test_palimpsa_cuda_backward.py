@@ -209,8 +209,8 @@ def test_sizes_without_a_kernel():
 
 @pytest.mark.parametrize(("turns", "heads", "initial"), [(1, 2, True), (2, 2, False), (8, 2, True), (8, 1, False)])
 def test_spans_walked_in_turns(emulated, monkeypatch, turns, heads, initial):  # noqa: F811
-    """Sequences that are longer, shorter and empty, in whatever turns; and where there is but one block."""
-    offsets = (0, 5, 5, 70, 270, 280) if heads > 1 else None
+    """Sequences that are longer, shorter and empty, and tokens of none, in whatever turns; and one block alone."""
+    offsets = (0, 5, 5, 70, 270, 275) if heads > 1 else None
     shape = {"length": 280, "batch": 1, "heads": heads, "key_size": KEYS, "value_size": VALUES}
     monkeypatch.setattr(cuda, "TURNS", turns)
     monkeypatch.setattr(cuda, "MOST_ROUNDS", 100)
@@ -218,4 +218,15 @@ def test_spans_walked_in_turns(emulated, monkeypatch, turns, heads, initial):  #
     case = Case(**shape, decay="mixed" if initial else "mild", offsets=offsets, initial=initial)
     worst = errors(case, torch.bfloat16, norm=True)
     assert "backward_tensor" in emulated
+    assert max(worst.values()) < 5e-3, worst
+
+
+def test_sequences_one_after_the_other(emulated, monkeypatch):  # noqa: F811
+    """Where there is memory for the states of one at a time: each is a launch, and gets its own gradients."""
+    monkeypatch.setattr(cuda, "GROUP", 1)
+    monkeypatch.setattr(cuda, "STATES", 0)
+    offsets = (0, 5, 5, 40, 75, 124)
+    case = Case(length=130, batch=1, heads=3, key_size=KEYS, value_size=VALUES, decay="uneven", offsets=offsets)
+    worst = errors(case, torch.bfloat16, norm=True)
+    assert emulated.count("backward_tensor") == emulated.count("states") == 5
     assert max(worst.values()) < 5e-3, worst

@@ -58,6 +58,7 @@ def check_query(op: str, q: Tensor) -> None:
 
 
 def check_scale(op: str, scale: Any) -> float:
+    """A finite number. A tensor is refused: it would get no gradient, and reading it would stall a device."""
     if isinstance(scale, Tensor):
         raise TypeError(f"{op}: scale must be a number (a tensor would get no gradient: multiply q), got a tensor")
     try:
