@@ -194,6 +194,13 @@ static inline void multiply_tf32(float (&d)[4], float a0, float a1, float a2, fl
 static inline float reciprocal_root(float x) { return 1.f / sqrtf(x); }
 static inline void __syncwarp() { emulation::exchange({}); }
 static inline int atomicAdd(int* to, int x) { int before = *to; *to += x; return before; }
+static inline int atomicExch(int* to, int x) { int before = *to; *to = x; return before; }
+template <class T> T __ldcg(const T* from) { return *from; }
+static inline void __threadfence() {}
+static inline int __popc(u32 x) { return __builtin_popcount(x); }
+static inline void next_may_begin() {}
+static inline void await_kernels_before() {}
+static inline void announce_one(int* to) { ++*to; }
 static inline void announce(int* to, int number) { *to = number; }
 static inline void await(const int* from, int number) { if (*from < number) abort(); }  // earlier blocks are done
 template <int> void more_registers() {}

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from metaplastic.ops import accuracy
+from metaplastic.ops import accuracy, nvrtc
 from metaplastic.ops.accuracy import Case
 from metaplastic.ops.palimpsa.cuda import layout, problem
 
@@ -190,15 +190,23 @@ def test_states_take_half_the_values_where_that_fills_the_device(monkeypatch, se
 
 
 def test_blocks_of_slow_heads_start_first(emulated, monkeypatch):  # noqa: F811
-    """In whatever order, every head and sequence gets its own gradients."""
-    case = Case(length=24, batch=2, heads=3, key_size=KEYS, value_size=VALUES)
-    made = accuracy.example("palimpsa", case, torch.bfloat16)
+    """In whatever order, every head and sequence gets its own gradients; of two sequences and all of their pieces."""
+    case = Case(length=80, batch=2, heads=3, key_size=KEYS, value_size=VALUES)
+    made, taken = accuracy.example("palimpsa", case, torch.bfloat16), []
+    steep = torch.tensor([0.6, 0.0, 0.9])
     with torch.no_grad():
-        made["g"].copy_(-torch.rand(2, 24, 3) * torch.tensor([1.5, 0.1, 4.0]))
-    assert cuda.slow_heads_first(made["g"]).tolist() == [2, 0, 1]
+        made["g"].copy_(torch.where(torch.rand(2, 80, 3) < steep, -1.0, -0.1))
+
+    def write_chunk_states(problem, ranks):
+        found = states.write_chunk_states(problem, ranks)
+        taken.append(ranks.tolist())
+        return found
+
     monkeypatch.setattr(accuracy, "example", lambda *_: made)
+    monkeypatch.setattr(cuda, "write_chunk_states", write_chunk_states)
     worst = errors(case, torch.bfloat16, norm=True)
-    assert "backward_tensor" in emulated
+    counts = (made["g"] < -0.7).sum((0, 1)).tolist()
+    assert [ranks[:4] + ranks[5:] for ranks in taken] == [[2, 0, 1, counts[2], *counts]]
     assert max(worst.values()) < 5e-3, worst
 
 
@@ -214,10 +222,36 @@ def test_spans_walked_in_turns(emulated, monkeypatch, turns, heads, initial):  #
     shape = {"length": 280, "batch": 1, "heads": heads, "key_size": KEYS, "value_size": VALUES}
     monkeypatch.setattr(cuda, "TURNS", turns)
     monkeypatch.setattr(cuda, "MOST_ROUNDS", 100)
+    monkeypatch.setattr(cuda, "ALIKE", 0)  # the one head is
     monkeypatch.setattr(layout, "LEAST_SPAN", 1000)
     case = Case(**shape, decay="mixed" if initial else "mild", offsets=offsets, initial=initial)
     worst = errors(case, torch.bfloat16, norm=True)
     assert "backward_tensor" in emulated
+    assert max(worst.values()) < 5e-3, worst
+
+
+@pytest.mark.parametrize("decay", ["mild", "uneven"])
+def test_heads_that_are_alike_take_no_turns(emulated, monkeypatch, decay):  # noqa: F811
+    """Then blocks of the first launch do everything, and those of the others nothing."""
+    done, kernel = [], nvrtc.kernel
+
+    def watched(folder, name, device, **definitions):
+        run = kernel(folder, name, device, **definitions)
+
+        def launch(blocks, *arguments, early=False):
+            run(blocks, *arguments, early=early)
+            if name == "backward_tensor":
+                progress = [x for x in arguments if isinstance(x, torch.Tensor)][-1]
+                done.append(progress[:6].tolist())
+
+        return launch
+
+    monkeypatch.setattr(nvrtc, "kernel", watched)
+    monkeypatch.setattr(cuda, "MOST_ROUNDS", 100)
+    worst = errors(
+        Case(length=300, batch=2, heads=3, key_size=KEYS, value_size=VALUES, decay=decay), torch.bfloat16, norm=True
+    )
+    assert done == ([[5] * 6] * 3 if decay == "mild" else [[3] * 6, [4] * 6, [5] * 6])
     assert max(worst.values()) < 5e-3, worst
 
 

@@ -110,6 +110,23 @@ __device__ __forceinline__ void await(const int* from, int number) {
     do asm volatile("ld.acquire.gpu.b32 %0, [%1];" : "=r"(found) : "l"(from) : "memory");
     while (found < number);
 }
+// As `announce`, one more.
+__device__ __forceinline__ void announce_one(int* to) {
+    asm volatile("fence.acq_rel.gpu; red.relaxed.gpu.global.add.s32 [%0], 1;" :: "l"(to) : "memory");
+}
+
+// Of a kernel launched to begin early (compute capability 9.0): the one before it lets it, once all of its blocks are
+// at work or done; and it waits for the end of that one.
+__device__ __forceinline__ void next_may_begin() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void await_kernels_before() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
 
 // Registers a thread, given to or taken from whole groups of 4 warps, where the device can (a multiple of 8).
 template <int REGISTERS> __device__ __forceinline__ void more_registers() {

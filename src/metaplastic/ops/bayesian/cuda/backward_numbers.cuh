@@ -49,9 +49,6 @@ static inline void multiply_half(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, 
     }
 }
 static inline void put_words(void* to, u32 x, u32 y) { ((u32*)to)[0] = x, ((u32*)to)[1] = y; }
-static inline void announce_one(int* to) { ++*to; }
-static inline void next_may_begin() {}
-static inline void await_kernels_before() {}
 static inline float largest_of_warp(float x) {
     for (int by = 16; by; by /= 2) {
         float y = __shfl_xor_sync(~0u, x, by);
@@ -95,14 +92,6 @@ __device__ __forceinline__ void multiply_half(float (&d)[4], u32 a0, u32 a1, u32
 __device__ __forceinline__ void put_words(void* to, u32 x, u32 y) {
     asm volatile("st.global.v2.b32 [%0], {%1, %2};" :: "l"(to), "r"(x), "r"(y) : "memory");
 }
-// As `announce`, one more.
-__device__ __forceinline__ void announce_one(int* to) {
-    asm volatile("fence.acq_rel.gpu; red.relaxed.gpu.global.add.s32 [%0], 1;" :: "l"(to) : "memory");
-}
-// Of a kernel launched to begin early: the one before it lets it, once all of its blocks are at work or done; and it
-// waits for the end of that one.
-__device__ __forceinline__ void next_may_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-__device__ __forceinline__ void await_kernels_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 // Of numbers that are not negative.
 __device__ __forceinline__ float largest_of_warp(float x) {
     u32 r;

@@ -31,10 +31,10 @@ BLOCK = 16  # keys or values that a tensor-core product takes
 WARPS = 12  # of a multiprocessor: as many as have the registers they need
 CACHE = 40 << 20  # bytes of states that stay in the cache until they are wanted
 STREAMED = 6  # blocks of keys of a warp whose gradients may lie in the cache: more would not fit into registers
-STEEP_BELOW = -0.7  # tiles of tokens with such a g take longer (backward_layout.cuh),
-LONGEST = 1.4  # times as long if all have one
-TURNS = 4  # parts, at most, in which spans are walked that are too many to be walked side by side,
-MOST_ROUNDS = 3  # but not so many that it evens out by itself
+LONGEST = 1.4  # times as long as others a block may take
+TURNS = 5  # in which spans are walked that are too many to be walked side by side, half of what is left in each,
+MOST_ROUNDS = 3  # but not so many that it evens out by itself,
+ALIKE = 6  # nor where heads are alike: in how many of a hundred tokens their decays are steep (states.cu)
 
 
 class Walk(NamedTuple):
@@ -216,8 +216,9 @@ class _Backward:
         states = self.at_once * -(-longest // CHUNK) * heads * keys * values * 2 * problem.g.element_size()
         self.together = self.at_once * max(1, STATES // max(1, states))  # spans whose states are made at once
         self.tensor_cores = walk.name == "backward_tensor"
-        self.order = slow_heads_first(problem.g) if self.tensor_cores else None
-        self.kept = None  # states before the chunks, where they are made once for all spans
+        # Whether blocks of a launch can begin before those of the one before it have ended.
+        self.overlap = self.device.type != "cuda" or torch.cuda.get_device_capability(self.device) >= (9, 0)
+        self.kept = None  # states before the chunks, where they are made once for all spans, and what comes with them
 
     def _cut(self, tokens: int, processors: int) -> list[Span]:
         """Sequences, or pieces of them if the device would be idle; ``tokens`` fit the budget at once."""
@@ -293,7 +294,12 @@ class _Backward:
             state = tuple(None if s is None else s[at : at + self.together] for s in self.entry)
             part = p._replace(q=q, k=k, w=w, beta=beta, g=g, state=state, cuts=cuts, longest=longest)
             table = cut(cuts, max(CHUNK, -(-longest // CHUNK) * CHUNK), q.device).table
-            chunks = self.kept or write_chunk_states(part, self.order)
+            if self.kept is None:
+                size = 2 * p.shape[0] + 2
+                ranks = [torch.zeros(size, dtype=torch.int32, device=q.device)] if self.tensor_cores else []
+                chunks = [*ranks, *write_chunk_states(part, *ranks)]
+            else:
+                chunks = self.kept
             if gradients is None and len(spans) == count:
                 self.kept = chunks
             for first in range(0, len(spans), self.at_once):
@@ -323,26 +329,30 @@ class _Backward:
             sums = [x.new_empty((0 if pull else self.blocks, *x.shape[1:]), dtype=g.dtype) for x in (q, k, g)]
         to_w, to_beta = (None, None) if pull else (take(x) for x in gradients[2:4])
         definitions: dict[str, Any] = dict(self.walk.definitions)
+        kernel = functools.partial(nvrtc.kernel, layout.FOLDER, self.walk.name, p.device)
         arguments = [q, k, w, beta, g, p.prior, d_output]
         outputs = [*last, sums[0], sums[1], to_w, to_beta, sums[2], None if pull else d_prior[group], *first]
-        count = items = len(spans) * heads * self.blocks
+        items = len(spans) * heads * self.blocks
         if self.tensor_cores:
-            definitions |= {"BLOCKS": self.resident, "ENTRY": self.apart, "PULL": int(pull)}
-            turns, progress = 1 if pull else turns_of(items, self.slots, self.longest), None
-            if turns > 1:
-                count, progress = self.slots, torch.zeros(1 + items, dtype=torch.int32, device=q.device)
-            definitions["TURNED"] = int(turns > 1)
-            scratch = torch.empty(count * self.scratch, dtype=torch.uint8, device=q.device)
-            arguments += [table, self.order, *chunks, *outputs, scratch, progress, turns, len(spans)]
-            arguments += [end - start, heads]
+            turns = 1 if pull or not self.overlap else turns_of(items, self.slots, self.longest)
+            definitions |= {"BLOCKS": self.resident, "ENTRY": self.apart, "PULL": int(pull), "TURNED": int(turns > 1)}
+            rooms = self.slots if turns > 1 else items
+            scratch = torch.empty(rooms * self.scratch, dtype=torch.uint8, device=q.device)
+            progress = torch.zeros(items + rooms, dtype=torch.int32, device=q.device) if turns > 1 else None
+            arguments += [table, *chunks, *outputs, scratch, progress, rooms]
+            equal = len({span.end - span.start for span in spans}) == 1
+            alike = ALIKE * (end - start) // 100 if equal else 0
+            for turn in range(turns):
+                rest = (turn, turns, alike, len(spans), end - start, heads, self.scale)
+                kernel(**definitions)(items, *arguments, *rest, early=turn > 0)
         else:
             if pull:  # this kernel has no such job: its other results are thrown away
                 sums = [x.new_empty((self.blocks, *x.shape[1:]), dtype=g.dtype) for x in (q, k, g)]
-                prior_sums = g.new_empty(count)
+                prior_sums = g.new_empty(items)
                 outputs = [*last, *sums[:2], torch.empty_like(w), torch.empty_like(w), sums[2], prior_sums, *first]
             d_variance = None if self.d_variance is None else take(self.d_variance)
-            arguments += [d_variance, table, *chunks, *outputs, end - start, *p.shape]
-        nvrtc.kernel(layout.FOLDER, self.walk.name, p.device, **definitions)(count, *arguments, self.scale)
+            arguments += [d_variance, table, *chunks, *outputs, end - start, *p.shape, self.scale]
+            kernel(**definitions)(items, *arguments)
         if not pull and not alone:
             for i, partial in zip((0, 1, 4), sums, strict=True):  # rounded once
                 torch.add(functools.reduce(torch.add, partial[:-1]), partial[-1], out=take(gradients[i])[0])
@@ -385,14 +395,10 @@ def group_size(spans: int, blocks: int, slots: int, longest: int, most: int) -> 
 
 
 def turns_of(blocks: int, slots: int, longest: int) -> int:
-    return max(1, min(TURNS, -(-longest // CHUNK))) if slots < blocks <= MOST_ROUNDS * slots else 1
+    chunks = -(-longest // CHUNK)
+    return max(1, min(TURNS, chunks.bit_length())) if slots < blocks <= MOST_ROUNDS * slots else 1
 
 
 def rounds(blocks: int, slots: int, turns: int) -> float:
-    """How long blocks take, in the time of one."""
+    """How long blocks take, in the time of one: as if turns were of equal length."""
     return -(-turns * blocks // slots) / turns if blocks > slots else 1.0
-
-
-def slow_heads_first(g: Tensor) -> Tensor:
-    """Heads in the order of how many of their decays make tiles slow, most first; the host does not wait for it."""
-    return (g.flatten(0, 1) < STEEP_BELOW).sum(0).argsort(descending=True, stable=True)

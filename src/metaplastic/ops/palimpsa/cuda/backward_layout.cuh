@@ -29,8 +29,8 @@ static inline u32 times(u32 a, u32 b) {
     return pack_bf16(low_bf16(a) * low_bf16(b), high_bf16(a) * high_bf16(b));
 }
 static inline void prefetch(const void*) {}
+static inline int processor() { return blockIdx.x; }
 static inline int thread_index() { return threadIdx.x; }
-template <class T> T __ldcg(const T* from) { return *from; }
 #else
 // Read anew where it is needed: what follows from it need not be kept, or spilled, from tile to tile.
 __device__ __forceinline__ int thread_index() {
@@ -39,6 +39,11 @@ __device__ __forceinline__ int thread_index() {
     return x;
 }
 __device__ __forceinline__ void prefetch(const void* from) { asm volatile("prefetch.global.L2 [%0];" :: "l"(from)); }
+__device__ __forceinline__ int processor() {
+    int x;
+    asm("mov.u32 %0, %%smid;" : "=r"(x));
+    return x;
+}
 // A lane's part of a key block of two states, on its way to shared memory: 4 pieces a warp apart.
 __device__ __forceinline__ void copy_block(float4* to, const float4* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16; cp.async.cg.shared.global [%0 + 512], [%1 + 512], 16;"
@@ -69,7 +74,7 @@ constexpr int WARPS = ROW_GROUPS * KEY_PARTS, THREADS = 32 * WARPS;
 constexpr int ROWS = 16 * ROW_GROUPS, VALUES = ROWS * VALUE_BLOCKS;
 constexpr int ALL_BLOCKS = KEY_BLOCKS * KEY_PARTS, KEYS = 16 * ALL_BLOCKS;
 constexpr int CHUNK = 64, ENTRIES = CHUNK / ENTRY, TILE = 8;  // tokens
-constexpr float STRONG = 4.f, STEEP_BELOW = -0.7f;  // of g
+constexpr float STRONG = 4.f;  // of -g
 constexpr float DIRECT_BELOW = 0.135f, CAREFUL_BELOW = 0.04f;  // of c of a tile's last token: exp(-2), exp(-3.2)
 
 // Shared memory, in words. Rows of bf16 are padded so that 8 of them, 16 bytes each, fall into different banks. The 16
@@ -100,26 +105,29 @@ constexpr int DECAY = AFTER_SUMS < AFTER_DECAYED ? AFTER_DECAYED : AFTER_SUMS;  
 constexpr int GAUGE = DECAY + CHUNK, INVERSE = GAUGE + CHUNK;  // their c and 1 / c (and anything behind)
 constexpr int BEGINS = INVERSE + CHUNK + TILE;                 // which begin a tile
 constexpr int RUNNING = BEGINS + 2;                            // dg of the first token of the tile done last
-constexpr int HEAD = RUNNING + 1;
-// Of a job, if there are several: as in Job.
-constexpr int JOB = HEAD + 1, SPAN = JOB + 1, FIRST = SPAN + 1, LENGTH = FIRST + 1, STATE = LENGTH + 1;
-constexpr int BEGIN = STATE + 1, END = BEGIN + 1, WORDS = END + 1;
+constexpr int HEAD = RUNNING + 1, BEGIN = HEAD + 1, STATE = BEGIN + 1, ROOM = STATE + 1, WORDS = ROOM + 1;
 extern "C" __device__ const int launch_shape[2] = {THREADS, 4 * WORDS};
 
 struct Job {
-    int number, span, rank, length;  // its own, of the span and of the head; the span's tokens
-    i64 first, state;                // the span's first token, and first state
-    int begin, end;                  // chunks [begin, end) of the span are its own, none if end < 0
+    int span, length;  // of the span; its tokens
+    i64 first, state;  // the span's first token, and first state
+    int begin, end;    // chunks [begin, end) of the span are its own: in every turn half of what is left
 };
-__device__ __forceinline__ Job job_at(const i64* spans, int number, int count, int turns, int heads) {
-    const int items = count * heads * VALUE_BLOCKS, turn = turns > 1 ? number / items : 0;
-    const int item = (number - turn * items) / VALUE_BLOCKS, rank = item / count;
-    const Span span = read_span(spans, item % count);
-    const int length = (int)span.length, all = (length + CHUNK - 1) / CHUNK, of_turn = (all + turns - 1) / turns;
-    const int end = all - turn * of_turn;
-    const i64 state = span.chunk_base * heads + (i64)rank * span.chunks + span.chunk;
-    return {number, item % count, rank, length, span.first, state, max(end - of_turn, 0), turn && end <= 0 ? -1 : end};
+__device__ __forceinline__ Job job_at(const i64* spans, int number, int head, int turn, int turns, int heads) {
+    const Span span = read_span(spans, number);
+    const int length = (int)span.length, all = (length + CHUNK - 1) / CHUNK;
+    const int begin = TURNED && turn + 1 < turns ? all >> (turn + 1) : 0;
+    const i64 state = span.chunk_base * heads + (i64)head * span.chunks + span.chunk;
+    return {number, length, span.first, state, begin, TURNED ? all >> turn : all};
 }
+// A room of the scratch that nobody has, of so many as blocks are at work: most often the multiprocessor's.
+__device__ __forceinline__ int claim(int* rooms, int count) {
+    for (int room = processor() % count;; room = room + 1 < count ? room + 1 : 0)
+        if (atomicExch(rooms + room, 1) == 0) return room;
+}
+
+// A number that is the same in all lanes, so that the compiler knows and keeps it, and what follows from it, once a warp.
+__device__ __forceinline__ int of_warp(int x) { return __shfl_sync(~0u, x, 0); }
 
 // M and J of a block in pieces, in float4; where this lane's of key block b are (read anew, as thread_index).
 constexpr int STATE_PIECES = WARPS * KEY_BLOCKS * 128;

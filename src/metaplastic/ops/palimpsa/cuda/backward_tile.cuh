@@ -76,7 +76,7 @@ __device__ __forceinline__ void write_tiles(u32* shared, int tokens) {
     }
 }
 __device__ __forceinline__ Tile read_tile(const u32* shared, int end) {
-    const int first = last_before(*(const u64*)(shared + BEGINS), end);
+    const int first = of_warp(last_before(*(const u64*)(shared + BEGINS), end));
     const float decay = ((const float*)shared)[GAUGE + end - 1];
     return {first, end - first, decay < DIRECT_BELOW, decay < CAREFUL_BELOW};
 }

@@ -2,6 +2,8 @@
 #pragma once
 #include "instructions.cuh"
 
+constexpr float STEEP_BELOW = -0.7f;  // of g: heads with such tokens take longer in backward_tensor.cu
+
 // One work item: a run of tokens of one sequence. `spans` is an int64 table, SPAN_FIELDS numbers a row.
 // Dense batches and packed sequences look the same: tokens are counted along B and T together.
 constexpr int SPAN_FIELDS = 6;

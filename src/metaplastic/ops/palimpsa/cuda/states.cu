@@ -36,14 +36,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 states(const u16* __restrict__ k, const u16* __restrict__ w, const u16* __restrict__ beta, const float* __restrict__ g,
        const i64* __restrict__ spans, const float* __restrict__ entry_m, const float* __restrict__ entry_j,
        float* __restrict__ to_m, float* __restrict__ to_j, float* __restrict__ span_decay,
-       const i64* __restrict__ order,  // of heads, or null
+       int* ranks,  // PIECES: [heads] in order, [1] how unlike they are, then zeros: [1] blocks done, [heads] steep g
        int heads, int key_size, int value_size) {
     SHARED;
     u32 *const values = shared + 2 * TILE, *const stage = values + 6 * VALUES;
     const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5, row = lane >> 2, column = lane & 3;
     const int group = warp / KEY_PARTS, part = warp % KEY_PARTS;
     const int blocks = (value_size + ROWS - 1) / ROWS;
-    const i64 item = blockIdx.x / blocks, rank = item % heads, head = order ? order[rank] : rank;
+    const i64 item = blockIdx.x / blocks, head = item % heads;
     const int first_row = blockIdx.x % blocks * ROWS, own_row = first_row + group * 16 + 2 * row;
     const Span span = read_span(spans, item / heads);
     if (JOB == LOCAL && span.sequence >= 0) return;  // nothing follows: nobody asks
@@ -80,13 +80,14 @@ states(const u16* __restrict__ k, const u16* __restrict__ w, const u16* __restri
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             bool valid = entry_m && JOB == CHUNKS && own_row + r < value_size && own_key + 8 * n < key_size;
-            i64 at = (item / heads * heads + head) * state_size + own_state + r * key_size + 8 * n;
+            i64 at = item * state_size + own_state + r * key_size + 8 * n;
             float2 m = {0.f, 0.f}, j = m;
             if (valid) m = *(const float2*)(entry_m + at), j = *(const float2*)(entry_j + at);
             M[n][2 * r] = m.x, M[n][2 * r + 1] = m.y, J[n][2 * r] = j.x, J[n][2 * r + 1] = j.y;
         }
 
     float next_g = 0.f, later_g = 0.f, tile_decay = 1.f, whole_decay = 1.f;
+    int steep_here = 0;
     // Which 8 keys of which token a thread brings in and converts: 16 keys of 16 tokens a warp, of which every second 8
     // begin with the odd keys, so that all lanes write to different banks.
     const bool odd_first = lane & 8;
@@ -124,6 +125,7 @@ states(const u16* __restrict__ k, const u16* __restrict__ w, const u16* __restri
         }
         float later = __shfl_down_sync(~0u, sum, 1), decay = expf(lane == TOKENS - 1 ? 0.f : later);
         tile_decay = expf(__shfl_sync(~0u, sum, 0));
+        if (PIECES) steep_here += __popc(__ballot_sync(~0u, next_g < STEEP_BELOW));
         copies_arrived_but_last();
 #pragma unroll
         for (int c0 = 0; c0 < STAGE / 4; c0 += THREADS) {
@@ -156,7 +158,7 @@ states(const u16* __restrict__ k, const u16* __restrict__ w, const u16* __restri
         whole_decay *= decay;
         const u32* factors = shared + buffer * TILE + column * PAIR + part * PART * 2 + row * 4;
         const u32* writes = values + 2 * place * VALUES + column * VALUE + group * 8 + row;
-        const i64 state = span.chunk_base * heads + rank * span.chunks + span.chunk + t0 / CHUNK;
+        const i64 state = span.chunk_base * heads + head * span.chunks + span.chunk + t0 / CHUNK;
 #pragma unroll 1
         for (int t = 0; t < TOKENS; t += 16, factors += 8 * PAIR, writes += 16 * VALUE) {
             // Both rows of each word of w and beta, every one twice: once for either word of the second factor.
@@ -195,5 +197,28 @@ states(const u16* __restrict__ k, const u16* __restrict__ w, const u16* __restri
 #pragma unroll
         for (int n = 0; n < KEY_TILES; n++) store(item, n);
         if (first_row == 0 && thread == 0) span_decay[item] = whole_decay;
+    }
+    if (PIECES) {  // the last block knows how heads compare
+        int *const unlike = ranks + heads, *const blocks_done = unlike + 1, *const steep = blocks_done + 1;
+        __syncthreads();
+        if (thread == 0) {
+            if (first_row == 0) atomicAdd(steep + head, steep_here);
+            __threadfence();
+            shared[0] = atomicAdd(blocks_done, 1) == gridDim.x - 1;
+            __threadfence();
+        }
+        __syncthreads();
+        if (!shared[0]) return;
+        for (int own = thread; own < heads; own += THREADS) {
+            const int here = __ldcg(steep + own);
+            int place = 0;
+            for (int other = 0; other < heads; other++) {
+                const int there = __ldcg(steep + other);
+                place += there > here || (there == here && other < own);
+            }
+            ranks[place] = own;
+            if (place == 0) atomicAdd(unlike, here);
+            if (place == heads - 1) atomicAdd(unlike, -here);
+        }
     }
 }

@@ -19,19 +19,19 @@ def chunk_states(k, w, beta, g, information, excess_precision, offsets: Tensor |
     return m[:, :values, :keys], j[:, :values, :keys]
 
 
-def write_chunk_states(problem: Problem, order: Tensor | None = None) -> tuple[Tensor, ...]:
+def write_chunk_states(problem: Problem, ranks: Tensor | None = None) -> tuple[Tensor, ...]:
     """The same for prepared inputs, K and V padded as there.
 
-    Given an ``order`` of heads, both in one, in the pieces that states.cu describes, ``[first * H + i * C + c]`` of the
-    head ``order[i]``.
+    Given zeros, int32 [2 H + 2], both in one, in the pieces that states.cu describes; ``ranks`` then begins with the
+    heads, those with the most tokens of steep decay first.
     """
     heads = problem.shape[0]
     length = layout.span_length(problem, _layout(problem, len(problem.cuts) - 1))
     spans = cut(problem.cuts, length, problem.q.device)
     entry = problem.state if spans.count == spans.sequences else entry_states(problem, spans)
-    if order is not None:
+    if ranks is not None:
         both = problem.new_state(2 * spans.chunks * heads)
-        _run(problem, spans, layout.CHUNKS, *entry, both, None, None, order)
+        _run(problem, spans, layout.CHUNKS, *entry, both, None, None, ranks)
         return (both,)
     m, j = (problem.new_state(spans.chunks * heads) for _ in range(2))
     _run(problem, spans, layout.CHUNKS, *entry, m, j, None)
@@ -61,12 +61,12 @@ def _layout(problem: Problem, spans: int) -> layout.Layout:
     return layout.halved(shape) or shape
 
 
-def _run(problem: Problem, spans: Spans, job: int, entry_m, entry_j, m: Tensor, j, decay, order=None):
-    p, sizes, pieces = problem, problem.shape, order is not None
+def _run(problem: Problem, spans: Spans, job: int, entry_m, entry_j, m: Tensor, j, decay, ranks=None):
+    p, sizes, pieces = problem, problem.shape, ranks is not None
     if pieces or layout.on_tensor_cores(problem):
         shape = _layout(problem, spans.count)
         run = nvrtc.kernel(layout.FOLDER, "states", p.device, JOB=job, PIECES=int(pieces), **shape.definitions)
-        arguments = (p.k, p.w, p.beta, p.g, spans.table, entry_m, entry_j, m, j, decay, order, *sizes)
+        arguments = (p.k, p.w, p.beta, p.g, spans.table, entry_m, entry_j, m, j, decay, ranks, *sizes)
     else:
         shape = layout.recurrent(problem)
         run = nvrtc.kernel(layout.FOLDER, "recurrent", p.device, JOB=job, VARIANCE=0, **shape.definitions)
