@@ -159,7 +159,7 @@ def test_peers_that_do_not_compile_end_nothing(fakes, monkeypatch):
 @pytest.fixture
 def on_the_cpu(fakes, monkeypatch):
     """Measurements that really run, but for their time: the same milliseconds every time."""
-    taken = iter([4.0, 10.0, 2.0, 8.0] * 3)
+    taken, called = iter([4.0, 10.0, 2.0, 8.0] * 3), iter([5.0, 12.0, 4.0, 8.0] * 3)
     inputs = functools.partial(kernel_speed.kernel_inputs, device="cpu")
 
     def timed(run):
@@ -170,6 +170,7 @@ def on_the_cpu(fakes, monkeypatch):
         kernel_inputs=inputs,
         milliseconds=timed,
         host_milliseconds=lambda run: 0.5,
+        called_milliseconds=lambda run: next(called),
         as_graph=lambda run: run,
         extra_memory=lambda both: len(both()) * 1e9,
         device=lambda: {"copied bytes per second": 1e9, "multiply-adds per second": 1e9},
@@ -190,7 +191,8 @@ def test_mesanet_beside_the_filter(on_the_cpu, tmp_path):
     ((name, found),) = kernel_speed._beside("filter", shape, sides, measured)
     theirs = found[MESA[0]]
     assert theirs["forward ms"] == 2 and theirs["forward + backward ms"] == 8 and theirs["extra peak GB"] == 6
-    assert found["Bayesian Layer over " + MESA[0]] == {"forward": 2.0, "forward + backward": 1.25}
+    ratios = {"forward": 2.0, "forward + backward": 1.25, "forward called": 1.25, "forward + backward called": 1.5}
+    assert found["Bayesian Layer over " + MESA[0]] == ratios
     assert set(theirs["errors"]) == {"output", *(f"gradient of {n}" for n in ("q", "k", "g", "v", "beta", "ridge"))}
     assert max(theirs["errors"].values()) < 1e-2 and "30 steps of conjugate gradients" in theirs["note"]
     both = {name: measured[name] | found, "seconds": {"bayesian": 1.5}}
@@ -215,9 +217,11 @@ def test_a_peer_whose_backward_fails(on_the_cpu, monkeypatch):
     monkeypatch.setattr(fla, "mesa", lambda v, **x: Fails.apply(v))
     monkeypatch.setattr(ops, "bayesian", lambda v, backend, **x: ops.MemoryRead(Fails.apply(v), None, None))
     found = kernel_speed.bench_shape(Shape(1, 3, 2, 4, 4), [MESA])[MESA[0]]
-    assert set(found) == {"forward ms", "forward host ms", "note"}
+    assert set(found) == {"forward ms", "forward host ms", "forward called ms", "note"}
     assert "ValueError: ['out of shared memory']" in found["note"]
-    assert [row[0] for row in kernel_page.kernel_rows({MESA[0]: found})] == [MESA[0], "  the host takes", "  note"]
+    assert [row[0] for row in kernel_page.kernel_rows({MESA[0]: found})] == [
+        MESA[0], "  the host takes", "  called again and again", "  note",
+    ]  # fmt: skip
     with pytest.raises(ValueError, match="out of shared memory"):
         kernel_speed.bench_shape(Shape(1, 3, 2, 4, 4), [("Bayesian Layer", "bayesian", "auto")])
 
@@ -250,7 +254,8 @@ def test_a_small_shape_on_a_device():
     assert ours["20 runs equal"]
     assert all(error < 5e-3 for error in ours["errors"].values()), ours
     assert 0 < ours["forward floor share"] < 1
-    assert 0 < ours["forward host ms"] < 100 and 0 < ours["forward ms"] < 100
+    assert all(0 < ours[f"forward {kind}ms"] < 100 for kind in ("", "host ", "called "))
+    assert ours["forward called ms"] > 0.8 * max(ours["forward ms"], ours["forward host ms"])
     assert 0 < ours["forward + backward floor share"] < 1
 
 

@@ -3,7 +3,7 @@
 Times are medians by the device's clock. Before every run the L2 cache is filled by reading other memory (by writing,
 a short run would pay for what is still to be written back), for as long as the host needs to start the run: the host is
 not in the time, as where a model's kernels wait in line, but measured apart. Who calls an operator alone waits for the
-longer of the two. Memory is what a call allocates at most beyond its arguments, results and gradients. Errors are in
+longer of the two, which is measured as well: calls from Python one after the other, nothing else in line. Memory is what a call allocates at most beyond its arguments, results and gradients. Errors are in
 norm, relative to float64, of two heads of the first sequence.
 """
 
@@ -60,6 +60,18 @@ def host_milliseconds(run: Callable[[], Any], calls: int = 9) -> float:
         return time.perf_counter() - began
 
     return 1e3 * statistics.median(seconds() for _ in range(calls))
+
+
+def called_milliseconds(run: Callable[[], Any]) -> float:
+    """Time of one of some calls in a row, waiting for the last one to end on the device; median over 5 such rows."""
+    calls = min(max(int(0.03 / _seconds(run)), 3), 30)
+
+    def row() -> Any:
+        for _ in range(calls - 1):
+            run()
+        return run()
+
+    return 1e3 * statistics.median(_seconds(row) for _ in range(5)) / calls
 
 
 def _seconds(run: Callable[[], Any]) -> float:

@@ -19,6 +19,8 @@ def kernel_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
             rows.append((name, f"{times}{of_floor}{extra}"))
             if host := [f"{value[f'{p} host ms']:.2g}" for p in OPERATIONS if f"{p} host ms" in value]:
                 rows.append(("  the host takes", f"{' / '.join(host)} ms to start it"))
+            if called := [f"{value[f'{p} called ms']:.3g}" for p in OPERATIONS if f"{p} called ms" in value]:
+                rows.append(("  called again and again", f"{' / '.join(called)} ms, the host's time included"))
             if "errors" in value:
                 worst = max(value["errors"].items(), key=lambda x: x[1])
                 rows.append(("  largest error", f"{worst[1]:.1e} ({worst[0]})"))

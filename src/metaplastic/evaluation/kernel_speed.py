@@ -27,6 +27,7 @@ from ..ops import dispatch, fla, fla_tuning
 from ..training.compiled import compile_blocks
 from .kernel_measures import (
     as_graph,
+    called_milliseconds,
     device,
     errors,
     extra_memory,
@@ -175,8 +176,9 @@ def _beside(name: str, shape: Shape, sides: Sequence[tuple[str, str, str]], meas
     times = measured[name].get(ours, {})
     for side in sides[1:]:
         found = bench_shape(shape, [side])
-        both = [what for what in OPERATIONS if f"{what} ms" in times and f"{what} ms" in found[side[0]]]
-        ratios = {what: times[f"{what} ms"] / found[side[0]][f"{what} ms"] for what in both}
+        kinds = [f"{what}{kind}" for kind in ("", " called") for what in OPERATIONS]
+        both = [kind for kind in kinds if f"{kind} ms" in times and f"{kind} ms" in found[side[0]]]
+        ratios = {kind: times[f"{kind} ms"] / found[side[0]][f"{kind} ms"] for kind in both}
         yield name, found | ({f"{ours} over {side[0]}": ratios} if ratios else {})
 
 
@@ -192,12 +194,11 @@ def bench_shape(shape: Shape, sides: Sequence[tuple[str, str, str]] = SIDES) -> 
         function = _function(op, backend)
         run, both = _passes(function, inputs, upstream)
         notes = [fla.MESA_NOTE] if op == "mesa" else []
-        side: dict[str, Any] = {"forward ms": milliseconds(run), "forward host ms": host_milliseconds(run)}
+        side: dict[str, Any] = _times("forward", run)
         found[label] = side
         try:
             with _allowed(op, backend) as void:
-                side |= {"forward + backward ms": milliseconds(both), "extra peak GB": extra_memory(both) / 1e9}
-                side |= {"forward + backward host ms": host_milliseconds(both)}
+                side |= _times("forward + backward", both) | {"extra peak GB": extra_memory(both) / 1e9}
                 notes += [f"{void}: times only, gradients are not to be used"] if void else []
         except Exception as error:
             if backend != "fla":
@@ -216,6 +217,11 @@ def bench_shape(shape: Shape, sides: Sequence[tuple[str, str, str]] = SIDES) -> 
         if op == "palimpsa":
             side |= _floors(shape, sum(x.nbytes for x in inputs.values()) + upstream.nbytes, side)
     return found
+
+
+def _times(what: str, run: Callable[[], Any]) -> dict[str, float]:
+    measures = {"": milliseconds, "host ": host_milliseconds, "called ": called_milliseconds}
+    return {f"{what} {name}ms": measure(run) for name, measure in measures.items()}
 
 
 def _floors(shape: Shape, traffic: int, times: dict[str, Any]) -> dict[str, float]:

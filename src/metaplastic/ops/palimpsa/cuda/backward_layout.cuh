@@ -105,7 +105,7 @@ constexpr int DECAY = AFTER_SUMS < AFTER_DECAYED ? AFTER_DECAYED : AFTER_SUMS;  
 constexpr int GAUGE = DECAY + CHUNK, INVERSE = GAUGE + CHUNK;  // their c and 1 / c (and anything behind)
 constexpr int BEGINS = INVERSE + CHUNK + TILE;                 // which begin a tile
 constexpr int RUNNING = BEGINS + 2;                            // dg of the first token of the tile done last
-constexpr int HEAD = RUNNING + 1, BEGIN = HEAD + 1, STATE = BEGIN + 1, ROOM = STATE + 1, WORDS = ROOM + 1;
+constexpr int HEAD = RUNNING + 1, ROOM = HEAD + 1, WORDS = ROOM + 1;
 extern "C" __device__ const int launch_shape[2] = {THREADS, 4 * WORDS};
 
 struct Job {
@@ -126,7 +126,7 @@ __device__ __forceinline__ int claim(int* rooms, int count) {
         if (atomicExch(rooms + room, 1) == 0) return room;
 }
 
-// A number that is the same in all lanes, so that the compiler knows and keeps it, and what follows from it, once a warp.
+// A number that all lanes share, so that the compiler knows: it and what follows from it are then kept once a warp.
 __device__ __forceinline__ int of_warp(int x) { return __shfl_sync(~0u, x, 0); }
 
 // M and J of a block in pieces, in float4; where this lane's of key block b are (read anew, as thread_index).

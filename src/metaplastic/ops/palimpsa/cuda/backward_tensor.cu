@@ -26,10 +26,11 @@
 // then the tile is also done carefully, the bracket summed with the very n and x, rounded to bf16, that products use.
 // dw . w + dbeta . beta is half of dw . w + dk . k.
 //
-// An item is 16 ROW_GROUPS values of one head of one span. A block does one of them, or, TURNED, draws jobs: runs of an
-// item's chunks, the last ones first, all items' first turns before anyone's second, so that where some heads take
-// longer, others need not wait long. A job begins when the turn before it is done, which began earlier. What it leaves
-// of dM and dJ lies where the state was that its first chunk began from: nobody needs that any more.
+// An item is 16 ROW_GROUPS values of one head of one span. A block does one of them, or, TURNED, a turn of it: the later
+// half of what is left of its chunks, in the last turn all of them. Every turn is a launch, and blocks of the next one
+// begin as soon as all of this one have begun, so that where some heads take longer, others need not wait long. A block
+// waits for its item's turn before, and only then takes a room of the scratch: who has a room waits for nobody. What a
+// turn leaves of dM and dJ lies where the state was that its first chunk began from: nobody needs that any more.
 //
 // A warp takes 16 values and KEY_BLOCKS blocks of 16 keys, one block at a time: lane (row, column) holds keys 2 row,
 // 2 row + 1 and values 2 column + {0, 1, 8, 9} of a block, the layout of a product's result. What a block of keys
@@ -51,9 +52,10 @@ backward_tensor(const u16* __restrict__ q, const u16* __restrict__ k, const u16*
                 float* __restrict__ dq, float* __restrict__ dk,  // of bf16 if one block takes all values
                 u16* __restrict__ dw, u16* __restrict__ dbeta, float* __restrict__ dg, float* __restrict__ dprior,
                 float* __restrict__ d_first_m, float* __restrict__ d_first_j,
-                float4* scratch,  // [block][entry but the first, dM and -dJ if STREAM][warp][key block][4][lane]
-                int* progress,    // TURNED: zeros: of every item, the chunks that are done; of every room, whether it is taken
-                int rooms, int turn, int turns,
+                float4* scratch,  // [room][entry but the first, dM and -dJ if STREAM][warp][key block][4][lane]
+                int* progress,    // TURNED, zeros: [item] chunks done, then [room] whether it is taken
+                int rooms,  // TURNED; else every block has its own
+                int turn, int turns,
                 int alike,  // heads less unlike than that end together, and take no turns
                 int count,  // of spans
                 int tokens, int heads, double query_scale) {  // the others as in backward.cu
@@ -68,16 +70,14 @@ backward_tensor(const u16* __restrict__ q, const u16* __restrict__ k, const u16*
     if (TURNED && turn && (turn >= parts || job.begin == job.end)) return;
     if (thread == 0) shared[HEAD] = head_here;
     if (TURNED && thread == 0) {
-        shared[BEGIN] = job.begin, shared[STATE] = (int)job.state;
         if (turn) await(progress + blockIdx.x, (job.length + CHUNK - 1) / CHUNK - job.end);
         shared[ROOM] = claim(progress + gridDim.x, rooms);
     }
     __syncthreads();
-    auto kept = [&](int place) { return *(volatile int*)(shared + place); };  // read anew, as thread_index
-    auto head = [&]() -> i64 { return kept(HEAD); };
-    auto begin = [&]() { return TURNED ? kept(BEGIN) : 0; };
-    auto first_state = [&]() { return TURNED ? kept(STATE) : job.state; };
-    const int room = TURNED ? of_warp(kept(ROOM)) : (int)blockIdx.x;
+    // Read anew, as thread_index, but where there are turns: which of the two needs fewer registers.
+    const int own_head = TURNED ? of_warp(shared[HEAD]) : 0;
+    auto head = [&]() -> i64 { return TURNED ? own_head : *(volatile int*)(shared + HEAD); };
+    const int room = TURNED ? of_warp(shared[ROOM]) : (int)blockIdx.x;
     const float p = prior[head()], scale = (float)query_scale;
     const u32 identity = (2 * column == row ? 0x3f80u : 0u) | (2 * column + 1 == row ? 0x3f800000u : 0u);
     const u32 identity_2 = __shfl_sync(~0u, identity, lane);  // the compiler would not keep the same word twice
@@ -311,7 +311,7 @@ backward_tensor(const u16* __restrict__ q, const u16* __restrict__ k, const u16*
     for (int b = 0; b < KEY_BLOCKS; b++) {
         const i64 last = (i64)job.span * heads + head();
         float m[2][4], j[2][4];
-        if (TURNED && turn) load_pieces(m, j, entry(first_state() + job.end, 0) + own_piece(b));
+        if (TURNED && turn) load_pieces(m, j, entry(job.state + job.end, 0) + own_piece(b));
         else {
             load_block(m, d_last_m, place(last, b)), load_block(j, d_last_j, place(last, b));
 #pragma unroll
@@ -322,9 +322,9 @@ backward_tensor(const u16* __restrict__ q, const u16* __restrict__ k, const u16*
     for (int x = thread; x < TILE * ALL_BLOCKS * 4; x += THREADS) shared[UPDATE + x / 4 * RECORD + 64 + x % 4] = 0u;
     const int until = min(job.end * CHUNK, job.length);
     if (until) fetch_tile(shared, q, d_output, job.first, until, heads, head(), block);
-    for (start = (job.end - 1) * CHUNK; start >= begin() * CHUNK; start -= CHUNK) {
+    for (start = (job.end - 1) * CHUNK; start >= job.begin * CHUNK; start -= CHUNK) {
         const int chunk_tokens = min(CHUNK, job.length - start);
-        const i64 state = first_state() + start / CHUNK;
+        const i64 state = job.state + start / CHUNK;
         const i64 row0 = (job.first + start) * heads + head();
         __syncthreads();
         fetch_chunk(shared, k, w, beta, row0, heads, block, chunk_tokens);
@@ -370,7 +370,7 @@ backward_tensor(const u16* __restrict__ q, const u16* __restrict__ k, const u16*
             __syncthreads();
             // Once a chunk: the one to come, on its way to the cache, late enough to be there still when it is
             // wanted.
-            if (start > begin() * CHUNK && tile.first == 0) {
+            if (start > job.begin * CHUNK && tile.first == 0) {
                 const float4* const before = entry(state - 1, 0);
                 const i64 row0 = (job.first + start - CHUNK) * heads + head();
                 prefetch_chunk(k, w, beta, before, row0, heads, block);
@@ -407,11 +407,11 @@ backward_tensor(const u16* __restrict__ q, const u16* __restrict__ k, const u16*
         float dM[2][4], X[2][4], M[2][4] = {}, J[2][4] = {};
         if (resident(b)) read_block(dM, X, own_gradient + b * 128, alpha);
         else read_block(dM, X, streamed(b), alpha);
-        if (begin()) {
-            write_block<true>(dM, X, (float4*)entry(first_state() + begin(), 0) + own_piece(b));
+        if (job.begin) {
+            write_block<true>(dM, X, (float4*)entry(job.state + job.begin, 0) + own_piece(b));
             continue;
         }
-        if (job.length) load_pieces(M, J, entry(first_state(), 0) + own_piece(b));
+        if (job.length) load_pieces(M, J, entry(job.state, 0) + own_piece(b));
 #pragma unroll
         for (int e = 0; e < 8; e++) {
             const i64 at = place(last, b) + (e / 4 * 8 + e % 2) * KEYS + e % 4 / 2;
@@ -429,13 +429,13 @@ backward_tensor(const u16* __restrict__ q, const u16* __restrict__ k, const u16*
             for (int other = 0; other < WARPS; other++) sum += floats[TOKEN_SUMS + other * 12 + thread];
             float* const whole = dprior + last * VALUE_BLOCKS + block;
             if (thread) *whole = (TURNED && turn ? __ldcg(whole) : 0.f) - sum;
-            else if (job.length && !begin()) dg[((i64)block * tokens + job.first) * heads + head()] = sum;
+            else if (job.length && !job.begin) dg[((i64)block * tokens + job.first) * heads + head()] = sum;
         }
     }
     if (!TURNED) return;
     __syncthreads();
     if (thread == 0) {
-        announce(progress + blockIdx.x, (job.length + CHUNK - 1) / CHUNK - begin());
+        announce(progress + blockIdx.x, (job.length + CHUNK - 1) / CHUNK - job.begin);
         announce(progress + gridDim.x + room, 0);
         if (turn && blockIdx.x == gridDim.x - 1) await_kernels_before();
     }
