@@ -1,10 +1,11 @@
 """How the kernels on a CUDA device are measured: time, memory and errors of one call.
 
-Times are medians by the device's clock. Before every run the L2 cache is filled by reading other memory (by writing,
-a short run would pay for what is still to be written back), for as long as the host needs to start the run: the host is
+Times are medians by the device's clock. Before every run the L2 cache is filled by reading other memory (by writing, a
+short run would pay for what is still to be written back), for as long as the host needs to start the run: the host is
 not in the time, as where a model's kernels wait in line, but measured apart. Who calls an operator alone waits for the
-longer of the two, which is measured as well: calls from Python one after the other, nothing else in line. Memory is what a call allocates at most beyond its arguments, results and gradients. Errors are in
-norm, relative to float64, of two heads of the first sequence.
+longer of the two, which is measured as well: calls from Python one after the other, nothing else in line. Memory is
+what a call allocates at most beyond its arguments, results and gradients. Errors are in norm, relative to float64, of
+two heads of the first sequence.
 """
 
 import statistics

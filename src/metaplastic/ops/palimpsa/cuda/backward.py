@@ -271,14 +271,20 @@ class _Backward:
 
     def _carry_back(self, d_last, d_first) -> None:
         """d_last of every span, from what each span adds to the gradient of its first state."""
-        g, count = self.problem.g.flatten(0, 1), len(self.spans)
         self._walk(None, d_first, None, None)
-        for s in range(count - 2, -1, -1):
+        decays = self._decays()[:, :, None, None]
+        for s in range(len(self.spans) - 2, -1, -1):
             if not self.spans[s].last:
-                later = self.spans[s + 1]
-                decay = g[later.start : later.end].sum(0, dtype=torch.float64).exp().to(g.dtype)[:, None, None]
                 for last, added in zip(d_last, d_first, strict=True):
-                    last[s] = added[s + 1] + decay * last[s + 1]
+                    torch.addcmul(added[s + 1], decays[s + 1], last[s + 1], out=last[s])
+
+    def _decays(self) -> Tensor:
+        """Of whole spans, [S, H]."""
+        g = self.problem.g.flatten(0, 1)
+        start, end = (self._index([span[i] for span in self.spans])[:, None] for i in (0, 1))
+        at = start + torch.arange(self.longest, device=self.device)
+        of_spans = g[at.clamp(max=len(g) - 1)].masked_fill((at >= end)[:, :, None], 0)
+        return of_spans.sum(1, dtype=torch.float64).exp().to(g.dtype)
 
     def _walk(self, d_last, d_first, gradients, d_prior) -> None:
         """Runs the kernel on all spans. Without ``gradients`` only d_first is wanted, as if nothing followed a span."""
