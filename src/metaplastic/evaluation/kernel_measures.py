@@ -39,7 +39,7 @@ def milliseconds(run: Callable[[], Any]) -> float:
     other = torch.zeros(1 << 26, device="cuda")  # five times as much as the largest L2 cache has
     head_start = 1
     if taken < 0.02:  # a longer run's host is ahead by itself
-        head_start += int(1.5e-3 * host_milliseconds(run) / _seconds(other.sum))
+        head_start += int(2e-3 * host_milliseconds(run) / _seconds(lambda: [other.sum() for _ in range(50)]) * 50)
     pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
     for start, end in pairs:
         for _ in range(head_start):
