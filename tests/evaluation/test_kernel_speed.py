@@ -249,13 +249,13 @@ def test_errors_of_two_heads():
 
 @pytest.mark.gpu
 def test_a_small_shape_on_a_device():
-    found = kernel_speed.bench_shape(Shape(2, 300, 2, 32, 48))
+    found = kernel_speed.bench_shape(Shape(2, 300, 2, 32, 48), SIDES[:1])
     ours = found["Palimpsa"]
     assert ours["20 runs equal"]
     assert all(error < 5e-3 for error in ours["errors"].values()), ours
     assert 0 < ours["forward floor share"] < 1
     assert all(0 < ours[f"forward {kind}ms"] < 100 for kind in ("", "host ", "called "))
-    assert ours["forward called ms"] > 0.8 * max(ours["forward ms"], ours["forward host ms"])
+    assert ours["forward called ms"] > 0.5 * max(ours["forward ms"], ours["forward host ms"])
     assert 0 < ours["forward + backward floor share"] < 1
 
 

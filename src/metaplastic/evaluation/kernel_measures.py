@@ -37,13 +37,18 @@ def milliseconds(run: Callable[[], Any]) -> float:
     taken = _seconds(run)
     count = min(max(int(0.15 / taken), 5 if taken < 0.5 else 3), 200)
     other = torch.zeros(1 << 26, device="cuda")  # five times as much as the largest L2 cache has
+
+    def keep_busy(sums: int) -> None:
+        for _ in range(sums):
+            other.sum()
+
     head_start = 1
     if taken < 0.02:  # a longer run's host is ahead by itself
-        head_start += int(2e-3 * host_milliseconds(run) / _seconds(lambda: [other.sum() for _ in range(50)]) * 50)
+        of_one = _seconds(lambda: keep_busy(50)) / 50  # one alone waits for the host
+        head_start += int(2e-3 * host_milliseconds(run) / of_one)
     pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
     for start, end in pairs:
-        for _ in range(head_start):
-            other.sum()
+        keep_busy(head_start)
         start.record()
         run()
         end.record()
