@@ -67,7 +67,11 @@ backward_tensor(const u16* __restrict__ q, const u16* __restrict__ k, const u16*
     const int parts = TURNED && ranks[heads] < alike ? 1 : turns;
     const Job job = job_at(spans, number % count, head_here, turn, parts, heads);
     if (TURNED) next_may_begin();
-    if (TURNED && turn && (turn >= parts || job.begin == job.end)) return;
+    const bool last_of_turn = TURNED && turn && blockIdx.x == gridDim.x - 1;  // what follows waits for it alone
+    if (TURNED && turn && (turn >= parts || job.begin == job.end)) {
+        if (last_of_turn) await_kernels_before();
+        return;
+    }
     if (thread == 0) shared[HEAD] = head_here;
     if (TURNED && thread == 0) {
         if (turn) await(progress + blockIdx.x, (job.length + CHUNK - 1) / CHUNK - job.end);
@@ -437,6 +441,6 @@ backward_tensor(const u16* __restrict__ q, const u16* __restrict__ k, const u16*
     if (thread == 0) {
         announce(progress + blockIdx.x, (job.length + CHUNK - 1) / CHUNK - job.begin);
         announce(progress + gridDim.x + room, 0);
-        if (turn && blockIdx.x == gridDim.x - 1) await_kernels_before();
+        if (last_of_turn) await_kernels_before();
     }
 }
