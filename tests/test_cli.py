@@ -421,6 +421,14 @@ def test_a_bad_output_is_found_before_anything_is_computed(command, tmp_path, mo
     assert command(*verb, "-o", file / "deeper")[0] == 2
 
 
+@pytest.mark.parametrize("verb", ["training", "parallel"])
+def test_what_needs_a_gpu_does_not_begin_without_one(command, tmp_path, monkeypatch, verb):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    code, _, err = command("bench", verb, "--output", str(tmp_path / "new"))
+    assert code == 2 and "recipe: got none" in one_line(err) and "--recipe palimpsa_d" in err
+    assert not (tmp_path / "new").exists()
+
+
 def test_inspect_finds_bad_files_first(command, trained, tmp_path, monkeypatch):
     monkeypatch.setattr("metaplastic.inspection.inspect_text", None)
     (tmp_path / "latin.txt").write_bytes("déjà".encode("latin-1"))

@@ -77,6 +77,14 @@ def bench_kernels(
     console.print(f"results: {path}\nopen in a browser: {output / 'index.html'}")
 
 
+def _needs_a_gpu(instead: str) -> None:
+    """Of recipes that nobody named: a machine without one may have too little memory for them, and ends the process."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ValueError(f"recipe: got none, and the usual ones, up to 760M, need a GPU: name others, {instead}")
+
+
 TRAINED = ("palimpsa_d-170M", "palimpsa_d_additive-170M", "gated_deltanet-170M", "transformer-170M", "palimpsa_d-760M")
 TRAINED += ("palimpsa_d_additive-760M", "gated_deltanet-760M", "transformer-760M")
 
@@ -101,6 +109,8 @@ def bench_training(
     kernels: Annotated[int, typer.Option(help="So many of the largest kernels in the terminal (the page has 20).")] = 0,
 ) -> None:
     """An optimiser step of the real Trainer: tokens per second, MFU, peak memory, and what makes the host wait."""
+    if not recipe:
+        _needs_a_gpu("such as --recipe palimpsa_d-debug")
     make_folder(output)
     settings = {name: value for name, value in locals().items() if name not in ("output", "data")}
     quiet_transformers()
@@ -142,6 +152,8 @@ def bench_parallel(
     quick: Annotated[bool, typer.Option(help="Models and steps of a toy: does it work here?")] = False,
 ) -> None:
     """The same run in one process and in several (DDP, FSDP2, context parallelism): equal steps, speed, memory."""
+    if not (recipe or quick):
+        _needs_a_gpu("such as --recipe palimpsa_d-17M, or try --quick")
     make_folder(output)
     quiet_transformers()
     from . import results
