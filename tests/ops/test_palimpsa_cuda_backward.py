@@ -160,6 +160,34 @@ def test_many_short_sequences_share_the_memory():
     assert cuda.fitting(1, 0, 0, slots, budget) == budget
 
 
+@pytest.mark.parametrize(
+    ("keys", "values", "sequences"), [(256, 16, 256), (48, 48, 1024), (16, 16, 2048), (96, 192, 64)]
+)
+def test_states_and_scratch_stay_within_the_budget(monkeypatch, keys, values, sequences):
+    """Of 16 heads and sequences of 2048 tokens, whose states all together are more than that."""
+    monkeypatch.setattr(layout, "_processors", lambda device: 132)
+    shape = (sequences, 2048, 16)
+    q, w = (torch.empty(*shape, size, dtype=torch.bfloat16) for size in (keys, values))  # nobody touches their memory
+    inputs = (q, q, w, w, torch.empty(shape), torch.ones(16), None, None, None)
+    walk, made = cuda._choose(*inputs, False)
+    assert walk is not None and walk.name == "backward_tensor"
+    backward = cuda._Backward(made, walk, w, None, 1.0)
+    of_sequence = 2048 // 64 * 16 * made.shape[1] * made.shape[2] * 8
+    items = backward.at_once * 16 * backward.blocks
+    rooms = backward.slots if cuda.turns_of(items, backward.slots, 2048) > 1 else items
+    assert sequences * of_sequence > cuda.GROUP
+    assert backward.together * of_sequence + rooms * backward.scratch <= cuda.GROUP
+
+
+def test_a_device_with_less_shared_memory():
+    """163 KB a block at compute capability 8.0; 99 KB at 8.6, where some sizes go token by token."""
+    for room, without in ((163 << 10, []), (99 << 10, [(128, 64), (128, 128)])):
+        walks = {s: cuda.tensor_walk(*s, 256, 2048, 108, room) for s in ((96, 192), (48, 48), (128, 64), (128, 128))}
+        assert [sizes for sizes, walk in walks.items() if walk is None] == without
+        assert all(walk.shared_bytes <= room for walk in walks.values() if walk)
+        assert cuda.plain_walk(128, torch.float32, False, room).shared_bytes <= room
+
+
 def test_every_size_has_a_kernel_that_fits():
     for keys in range(16, 257, 16):
         for values in (16, 48, 64, 192, 256):
@@ -230,9 +258,11 @@ def test_spans_walked_in_turns(emulated, monkeypatch, turns, heads, initial):  #
     assert max(worst.values()) < 5e-3, worst
 
 
-@pytest.mark.parametrize("decay", ["mild", "uneven"])
-def test_heads_that_are_alike_take_no_turns(emulated, monkeypatch, decay):  # noqa: F811
-    """Then blocks of the first launch do everything, and those of the others nothing."""
+@pytest.mark.parametrize(("decay", "alone"), [("mild", False), ("uneven", False), ("few", True)])
+def test_heads_that_are_alike_take_no_turns(emulated, monkeypatch, decay, alone):  # noqa: F811
+    """Then blocks of the first launch do everything, and those of the others nothing. ``few``: 4% of a head's tokens
+    are steep, less than makes it another kind; ``alone``: sequences one after the other, whose states are made at once.
+    """
     done, kernel = [], nvrtc.kernel
 
     def watched(folder, name, device, **definitions):
@@ -242,16 +272,23 @@ def test_heads_that_are_alike_take_no_turns(emulated, monkeypatch, decay):  # no
             run(blocks, *arguments, early=early)
             if name == "backward_tensor":
                 progress = [x for x in arguments if isinstance(x, torch.Tensor)][-1]
-                done.append(progress[:6].tolist())
+                done.append(progress[:blocks].tolist())
 
         return launch
 
     monkeypatch.setattr(nvrtc, "kernel", watched)
     monkeypatch.setattr(cuda, "MOST_ROUNDS", 100)
-    worst = errors(
-        Case(length=300, batch=2, heads=3, key_size=KEYS, value_size=VALUES, decay=decay), torch.bfloat16, norm=True
-    )
-    assert done == ([[5] * 6] * 3 if decay == "mild" else [[3] * 6, [4] * 6, [5] * 6])
+    case = Case(length=300, batch=2, heads=3, key_size=KEYS, value_size=VALUES, decay="mild" if alone else decay)
+    if alone:
+        monkeypatch.setattr(cuda, "GROUP", 1)
+        monkeypatch.setattr(cuda, "turns_of", lambda *_: 3)
+        made = accuracy.example("palimpsa", case, torch.bfloat16)
+        with torch.no_grad():
+            made["g"][:, ::25, 1] = -1.0
+        monkeypatch.setattr(accuracy, "example", lambda *_: made)
+    worst = errors(case, torch.bfloat16, norm=True)
+    at_once, launches = (3, 6) if alone else (6, 3)
+    assert done == ([[3] * 6, [4] * 6, [5] * 6] if decay == "uneven" else [[5] * at_once] * launches)
     assert max(worst.values()) < 5e-3, worst
 
 

@@ -69,15 +69,17 @@ def host_milliseconds(run: Callable[[], Any], calls: int = 9) -> float:
 
 
 def called_milliseconds(run: Callable[[], Any]) -> float:
-    """Time of one of some calls in a row, waiting for the last one to end on the device; median over 5 such rows."""
-    calls = min(max(int(0.03 / _seconds(run)), 3), 30)
+    """Time of one of some calls in a row, waiting for the last one to end on the device; median over 5 such rows (3
+    calls that take more than 0.5 s)."""
+    taken = _seconds(run)
+    rows, calls = (3, 1) if taken > 0.5 else (5, min(max(int(0.03 / taken), 3), 30))
 
     def row() -> Any:
         for _ in range(calls - 1):
             run()
         return run()
 
-    return 1e3 * statistics.median(_seconds(row) for _ in range(5)) / calls
+    return 1e3 * statistics.median(_seconds(row) for _ in range(rows)) / calls
 
 
 def _seconds(run: Callable[[], Any]) -> float:

@@ -26,7 +26,7 @@ SHARE = 1 / 16
 GROUP = 3 << 29  # bytes that states of whole sequences, and what blocks keep beside, may take at once
 STATES = 320 << 20  # bytes of states that several groups may share: with few heads they take less time if made together
 LEAST_SPAN = 512  # tokens of a piece of a sequence
-SHARED_BYTES = 227 << 10  # of a block; a multiprocessor has 1 KB more, and each block takes 1 KB beside
+SHARED_BYTES = 227 << 10  # of a block, most devices less; a multiprocessor has 1 KB more, a block takes 1 KB beside
 BLOCK = 16  # keys or values that a tensor-core product takes
 WARPS = 12  # of a multiprocessor: as many as have the registers they need
 CACHE = 40 << 20  # bytes of states that stay in the cache until they are wanted
@@ -94,10 +94,11 @@ def _fit(d: Tensor, dtype: torch.dtype, padding: tuple[int, ...]) -> Tensor:
 def _choose(q, k, w, beta, g, prior, information, excess_precision, offsets, variance: bool):
     """The kernel for these inputs and the inputs as it takes them; no kernel where none is made for such sizes."""
     problem = prepare(q, k, w, beta, g, prior, information, excess_precision, offsets)
+    room = _shared_bytes(problem.q.device)
     if not variance and layout.on_tensor_cores(problem):
         keys, values = (-(-size // BLOCK) * BLOCK for size in problem.shape[1:])
         items, processors = problem.shape[0] * (len(problem.cuts) - 1), layout._processors(problem.q.device)
-        if (walk := tensor_walk(keys, values, items, problem.longest, processors)) is not None:
+        if (walk := tensor_walk(keys, values, items, problem.longest, processors, room)) is not None:
             if problem.shape[1:] != (keys, values):
                 add = (keys - problem.shape[1], values - problem.shape[2])
                 problem = _pad(problem, *add)
@@ -106,7 +107,13 @@ def _choose(q, k, w, beta, g, prior, information, excess_precision, offsets, var
     if problem.q.dtype != real:
         q, k, w, beta = (x.to(real) for x in (q, k, w, beta))
         problem = prepare(q, k, w, beta, g, prior, information, excess_precision, offsets)
-    return plain_walk(problem.shape[1], real, variance), problem
+    return plain_walk(problem.shape[1], real, variance, room), problem
+
+
+def _shared_bytes(device: torch.device) -> int:
+    if device.type != "cuda":
+        return SHARED_BYTES
+    return min(SHARED_BYTES, torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
 
 
 def _pad(problem: Problem, keys: int, values: int) -> Problem:
@@ -119,7 +126,7 @@ def _pad(problem: Problem, keys: int, values: int) -> Problem:
 
 
 @functools.cache
-def tensor_walks(keys: int, values: int) -> tuple[Walk, ...]:
+def tensor_walks(keys: int, values: int, room: int = SHARED_BYTES) -> tuple[Walk, ...]:
     """Warps of 16 values and some blocks of 16 keys: every such cut that a multiprocessor can hold."""
     found = []
     key_blocks, row_groups = keys // BLOCK, values // BLOCK
@@ -133,24 +140,26 @@ def tensor_walks(keys: int, values: int) -> tuple[Walk, ...]:
             words += 8 * (key_blocks * 68 + groups * 64) + 8 * (keys + rows) // 2 + 3 * 64 + 19
             sums = warps * (of_warp * 128 + 12) + (parts - 1) * groups * 256
             least, near = (4 * (words + 4 * max(apart * row + sums // 4, (64 - apart) * row)) for apart in (16, 8))
-            if most := _resident(least, warps):
+            if most := _resident(least, warps, room):
                 definitions = {
                     "KEY_BLOCKS": of_warp, "KEY_PARTS": parts, "ROW_GROUPS": groups,
                     "VALUE_BLOCKS": row_groups // groups, "STREAM": stream,
                 }  # fmt: skip
-                apart, size = (8, max(least, near)) if _resident(near, warps) == most else (16, least)
+                apart, size = (8, max(least, near)) if _resident(near, warps, room) == most else (16, least)
                 found.append(Walk("backward_tensor", rows, size, most, warps * of_warp * 2048, definitions, apart))
                 break  # gradients stay in shared memory where they fit
     return tuple(found)
 
 
-def _resident(size: int, warps: int) -> int:
-    """How many blocks with so many bytes of shared memory a multiprocessor holds."""
-    return min((SHARED_BYTES + 1024) // (size + 1024), WARPS // warps) if size <= SHARED_BYTES else 0
+def _resident(size: int, warps: int, room: int) -> int:
+    """How many blocks with so many bytes of shared memory a multiprocessor holds, of ``room`` for one."""
+    return min((room + 1024) // (size + 1024), WARPS // warps) if size <= room else 0
 
 
 @functools.cache
-def tensor_walk(keys: int, values: int, items: int, longest: int, processors: int) -> Walk | None:
+def tensor_walk(
+    keys: int, values: int, items: int, longest: int, processors: int, room: int = SHARED_BYTES
+) -> Walk | None:
     """The fastest for ``items`` heads of sequences of ``longest`` tokens.
 
     A warp takes a tile of tokens for one block of keys after the other and waits for its own results most of that time,
@@ -170,16 +179,16 @@ def tensor_walk(keys: int, values: int, items: int, longest: int, processors: in
         slower = crowd * passes * (1.15 if shape["STREAM"] else 1.0)
         return whole * -(-longest // pieces) * (1.7 + shape["KEY_BLOCKS"]) * slower, shape["VALUE_BLOCKS"]
 
-    return min(tensor_walks(keys, values), key=cost, default=None)
+    return min(tensor_walks(keys, values, room), key=cost, default=None)
 
 
 @functools.cache
-def plain_walk(keys: int, real: torch.dtype, variance: bool) -> Walk | None:
+def plain_walk(keys: int, real: torch.dtype, variance: bool, room: int = SHARED_BYTES) -> Walk | None:
     lane_keys = -(-keys // 32)
     rows = 4 if lane_keys <= 4 else 2
     for warps in (8, 4, 2):
         words = 64 * (64 * lane_keys + warps * rows * (3 + variance) + 1) + warps * 4 * (1 + 64 * lane_keys)
-        if 0 < lane_keys <= 8 and words * real.itemsize <= SHARED_BYTES:
+        if 0 < lane_keys <= 8 and words * real.itemsize <= room:
             shape = {"LANE_KEYS": lane_keys, "ROWS": rows, "WARPS": warps}
             definitions = {**shape, "VARIANCE": int(variance), "REAL": KERNEL_TYPES[real]}
             return Walk("backward", warps * rows, words * real.itemsize, 1, 0, definitions)
@@ -198,7 +207,7 @@ class _Backward:
         processors = layout._processors(self.device)
         # What a span takes per token (states before every chunk, partial sums of dq and dk) and beside.
         sums = 2 * self.blocks if self.blocks > 1 else 0
-        of_token = heads * keys * (2 * values // CHUNK + sums) * problem.g.element_size()
+        of_token = heads * keys * (2 * values + CHUNK * sums) * problem.g.element_size() // CHUNK
         self.spans = self._cut(_budget(self.device) // max(1, of_token), processors)
         self.cut = len(self.spans) > len(problem.cuts) - 1
         self.resident = max(1, min(walk.most, -(-len(self.spans) * heads * self.blocks // processors)))
@@ -218,7 +227,7 @@ class _Backward:
         self.tensor_cores = walk.name == "backward_tensor"
         # Whether blocks of a launch can begin before those of the one before it have ended.
         self.overlap = self.device.type != "cuda" or torch.cuda.get_device_capability(self.device) >= (9, 0)
-        self.kept = None  # states before the chunks, where they are made once for all spans, and what comes with them
+        self.kept = None  # what _walk makes of the inputs, where it is made once for all spans
 
     def _cut(self, tokens: int, processors: int) -> list[Span]:
         """Sequences, or pieces of them if the device would be idle; ``tokens`` fit the budget at once."""
@@ -308,20 +317,22 @@ class _Backward:
                 chunks = self.kept
             if gradients is None and len(spans) == count:
                 self.kept = chunks
+            equal = len({span.end - span.start for span in spans}) == 1
+            alike = ALIKE * (end - start) // 100 if equal else 0  # of the tokens that ranks count
             for first in range(0, len(spans), self.at_once):
                 rows = table[first : first + self.at_once]
                 if first:  # tokens are counted from the group's first
                     rows = rows.clone()
                     rows[:, 0] -= cuts[first]
                 group = slice(at + first, at + first + len(rows))
-                self._launch(group, rows, chunks, d_last, d_first, gradients, d_prior)
+                self._launch(group, rows, chunks, alike, d_last, d_first, gradients, d_prior)
             del chunks  # the next ones take their place
 
     @staticmethod
     def _take(x: Tensor, start: int, end: int) -> Tensor:
         return x.flatten(0, 1)[None, start:end]
 
-    def _launch(self, group: slice, table: Tensor, chunks, d_last, d_first, gradients, d_prior) -> None:
+    def _launch(self, group: slice, table: Tensor, chunks, alike: int, d_last, d_first, gradients, d_prior) -> None:
         p, spans, pull = self.problem, self.spans[group], gradients is None
         heads, start, end = p.shape[0], spans[0].start, spans[-1].end
         take = functools.partial(self._take, start=start, end=end)
@@ -346,8 +357,6 @@ class _Backward:
             scratch = torch.empty(rooms * self.scratch, dtype=torch.uint8, device=q.device)
             progress = torch.zeros(items + rooms, dtype=torch.int32, device=q.device) if turns > 1 else None
             arguments += [table, *chunks, *outputs, scratch, progress, rooms]
-            equal = len({span.end - span.start for span in spans}) == 1
-            alike = ALIKE * (end - start) // 100 if equal else 0
             for turn in range(turns):
                 rest = (turn, turns, alike, len(spans), end - start, heads, self.scale)
                 kernel(**definitions)(items, *arguments, *rest, early=turn > 0)

@@ -123,7 +123,10 @@ __device__ __forceinline__ Job job_at(const i64* spans, int number, int head, in
 // A room of the scratch that nobody has, of so many as blocks are at work: most often the multiprocessor's.
 __device__ __forceinline__ int claim(int* rooms, int count) {
     for (int room = processor() % count;; room = room + 1 < count ? room + 1 : 0)
-        if (atomicExch(rooms + room, 1) == 0) return room;
+        if (atomicExch(rooms + room, 1) == 0) {
+            __threadfence();  // what the block before wrote there comes before what this one will
+            return room;
+        }
 }
 
 // A number that all lanes share, so that the compiler knows: it and what follows from it are then kept once a warp.
