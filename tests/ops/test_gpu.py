@@ -1,6 +1,5 @@
 """The backends on a CUDA device, against the float64 reference on the CPU. Run by hand: pytest -m gpu."""
 
-import importlib
 import warnings
 
 import pytest
@@ -11,7 +10,7 @@ from metaplastic.layers import MIXERS
 from metaplastic.models import MetaplasticConfig, MetaplasticForCausalLM
 from metaplastic.ops import accuracy, debug_checks, dispatch
 from metaplastic.ops.accuracy import Case
-from metaplastic.ops.palimpsa.cuda import layout
+from metaplastic.ops.palimpsa.cuda import layout, walks
 
 pytestmark = pytest.mark.gpu
 PAIRS = [  # fla: test_fla.py
@@ -64,16 +63,15 @@ def test_palimpsa_in_turns(monkeypatch, sizes, initial):
     """As where heads share multiprocessors: these would be too many for a test, so the device counts as a small one."""
     if (reason := dispatch.reason_against("palimpsa", "cuda", "cuda", torch.bfloat16, sizes)) is not None:
         pytest.skip(reason)
-    backward = importlib.import_module("metaplastic.ops.palimpsa.cuda.backward")
     monkeypatch.setattr(layout, "_processors", lambda device: 1)
-    monkeypatch.setattr(backward, "MOST_ROUNDS", 100)
-    taken, turns_of = [], backward.turns_of
+    monkeypatch.setattr(walks, "MOST_ROUNDS", 100)
+    taken, turns_of = [], walks.turns_of
 
     def counted(*given):
         taken.append(turns_of(*given))
         return taken[-1]
 
-    monkeypatch.setattr(backward, "turns_of", counted)
+    monkeypatch.setattr(walks, "turns_of", counted)
     size = {"key_size": sizes[0], "value_size": sizes[1]}
     case = Case(batch=8, length=330, **size, decay="uneven", variance=False, initial=initial)
     errors = accuracy.measure("palimpsa", "cuda", case, torch.bfloat16, "cuda", reference="cuda")

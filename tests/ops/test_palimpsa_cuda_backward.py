@@ -8,7 +8,7 @@ import torch
 
 from metaplastic.ops import accuracy, nvrtc
 from metaplastic.ops.accuracy import Case
-from metaplastic.ops.palimpsa.cuda import layout, problem
+from metaplastic.ops.palimpsa.cuda import layout, problem, walks
 
 from .emulation import emulated, emulator, needs_compiler  # noqa: F401 (the first two are fixtures)
 
@@ -81,8 +81,8 @@ def test_several_blocks_of_keys_and_values(emulated, monkeypatch, parts, groups,
     """As for large heads: warps share the keys, sums run over blocks of values, gradients wait in the cache."""
     blocks = {"KEY_BLOCKS": 6 // parts // groups, "KEY_PARTS": parts}
     shape = {**blocks, "ROW_GROUPS": groups, "VALUE_BLOCKS": 2 // groups, "STREAM": stream}
-    walk = cuda.Walk("backward_tensor", 16 * groups, 0, 1, 6 * 2048, shape, 8)
-    monkeypatch.setattr(cuda, "tensor_walk", lambda *_: walk)
+    walk = walks.Walk("backward_tensor", 16 * groups, 0, 1, 6 * 2048, shape, 8)
+    monkeypatch.setattr(walks, "tensor_walk", lambda *_: walk)
     monkeypatch.setattr(cuda, "CACHE", cache)  # states before every 16th token, or every 8th
     case = Case(length=70, batch=1, key_size=96 // groups, value_size=32, decay="mixed")
     worst = errors(case, torch.bfloat16, norm=True)
@@ -131,7 +131,7 @@ def test_spans_side_by_side_change_nothing(emulated, monkeypatch, dtype):  # noq
     case = Case(length=200, batch=1, heads=1, decay="mild", key_size=KEYS, value_size=VALUES)
     whole = errors(case, dtype, norm=True)
     monkeypatch.setattr(layout, "span_length", lambda *_: 64)
-    monkeypatch.setattr(cuda, "LEAST_SPAN", 64)
+    monkeypatch.setattr(walks, "LEAST_SPAN", 64)
     for budget in (1, 1 << 30):  # one span at a time, then all together
         monkeypatch.setattr(cuda, "BUDGET", budget)
         monkeypatch.setattr(layout, "_processors", lambda _, budget=budget: budget)
@@ -142,22 +142,22 @@ def test_spans_side_by_side_change_nothing(emulated, monkeypatch, dtype):  # noq
 
 
 def test_groups_fill_the_device():
-    assert cuda.group_size(16, 32, 132, 60, 40) == 16  # four rounds and one wait for the slowest block
-    assert cuda.group_size(16, 32, 132, 60, 11) == 8  # four rounds and two
-    assert cuda.group_size(16, 32, 132, 60, 2) == 2  # memory for no more
-    assert cuda.group_size(3, 1000, 132, 60, 0) == 1
-    assert cuda.group_size(8, 80, 132, 2048, 8) == 8
-    assert cuda.group_size(3, 60, 132, 2048, 3) == 3  # six quarters of a round, not one of 120 blocks and one of 60
+    assert walks.group_size(16, 32, 132, 60, 40) == 16  # four rounds and one wait for the slowest block
+    assert walks.group_size(16, 32, 132, 60, 11) == 8  # four rounds and two
+    assert walks.group_size(16, 32, 132, 60, 2) == 2  # memory for no more
+    assert walks.group_size(3, 1000, 132, 60, 0) == 1
+    assert walks.group_size(8, 80, 132, 2048, 8) == 8
+    assert walks.group_size(3, 60, 132, 2048, 3) == 3  # six quarters of a round, not one of 120 blocks and one of 60
 
 
 def test_many_short_sequences_share_the_memory():
     """Their blocks' scratch is what counts: 100,000 sequences of 20 tokens would take 9 GB of it at once."""
     budget, slots = cuda.GROUP, 132
     states, scratch, blocks = 64 * 64 * 8 * 4, 23_000, 4
-    assert cuda.fitting(states, scratch, blocks, slots, budget) * (states + blocks * scratch) <= budget
-    assert cuda.fitting(75_500_000, 590_000, 16, slots, budget) == 21  # in turns: a scratch for those at work
-    assert cuda.fitting(167_772_160, 196_608, 80, slots, budget) == 8
-    assert cuda.fitting(1, 0, 0, slots, budget) == budget
+    assert walks.fitting(states, scratch, blocks, slots, budget) * (states + blocks * scratch) <= budget
+    assert walks.fitting(75_500_000, 590_000, 16, slots, budget) == 21  # in turns: a scratch for those at work
+    assert walks.fitting(167_772_160, 196_608, 80, slots, budget) == 8
+    assert walks.fitting(1, 0, 0, slots, budget) == budget
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_states_and_scratch_stay_within_the_budget(monkeypatch, keys, values, se
     backward = cuda._Backward(made, walk, w, None, 1.0)
     of_sequence = 2048 // 64 * 16 * made.shape[1] * made.shape[2] * 8
     items = backward.at_once * 16 * backward.blocks
-    rooms = backward.slots if cuda.turns_of(items, backward.slots, 2048) > 1 else items
+    rooms = backward.slots if walks.turns_of(items, backward.slots, 2048) > 1 else items
     assert sequences * of_sequence > cuda.GROUP
     assert backward.together * of_sequence + rooms * backward.scratch <= cuda.GROUP
 
@@ -182,21 +182,21 @@ def test_states_and_scratch_stay_within_the_budget(monkeypatch, keys, values, se
 def test_a_device_with_less_shared_memory():
     """163 KB a block at compute capability 8.0; 99 KB at 8.6, where some sizes go token by token."""
     for room, without in ((163 << 10, []), (99 << 10, [(128, 64), (128, 128)])):
-        walks = {s: cuda.tensor_walk(*s, 256, 2048, 108, room) for s in ((96, 192), (48, 48), (128, 64), (128, 128))}
-        assert [sizes for sizes, walk in walks.items() if walk is None] == without
-        assert all(walk.shared_bytes <= room for walk in walks.values() if walk)
-        assert cuda.plain_walk(128, torch.float32, False, room).shared_bytes <= room
+        found = {s: walks.tensor_walk(*s, 256, 2048, 108, room) for s in ((96, 192), (48, 48), (128, 64), (128, 128))}
+        assert [sizes for sizes, walk in found.items() if walk is None] == without
+        assert all(walk.shared_bytes <= room for walk in found.values() if walk)
+        assert walks.plain_walk(128, torch.float32, False, room).shared_bytes <= room
 
 
 def test_every_size_has_a_kernel_that_fits():
     for keys in range(16, 257, 16):
         for values in (16, 48, 64, 192, 256):
-            walks = cuda.tensor_walks(keys, values)
-            assert walks, (keys, values)
-            for walk in walks:
-                assert walk.shared_bytes <= cuda.SHARED_BYTES
+            found = walks.tensor_walks(keys, values)
+            assert found, (keys, values)
+            for walk in found:
+                assert walk.shared_bytes <= walks.SHARED_BYTES
                 assert walk.rows * walk.definitions["VALUE_BLOCKS"] == values
-                assert walk.definitions["KEY_BLOCKS"] * walk.definitions["KEY_PARTS"] * cuda.BLOCK == keys
+                assert walk.definitions["KEY_BLOCKS"] * walk.definitions["KEY_PARTS"] * walks.BLOCK == keys
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_every_size_has_a_kernel_that_fits():
 )
 def test_few_heads_get_more_warps_each(heads, length, expected):
     """With many heads a warp takes all keys of its values, and two blocks share a multiprocessor."""
-    assert tuple(cuda.tensor_walk(48, 48, heads, length, 132).definitions.values()) == (*expected, 0)
+    assert tuple(walks.tensor_walk(48, 48, heads, length, 132).definitions.values()) == (*expected, 0)
 
 
 @pytest.mark.parametrize(("sequences", "groups"), [(1, 12), (2, 12), (3, 6), (4, 6), (5, 12), (16, 12)])
@@ -239,8 +239,8 @@ def test_blocks_of_slow_heads_start_first(emulated, monkeypatch):  # noqa: F811
 
 
 def test_sizes_without_a_kernel():
-    assert cuda.plain_walk(256, torch.float32, True) is not None
-    assert cuda.plain_walk(257, torch.float32, False) is None  # then the chunked backend takes over
+    assert walks.plain_walk(256, torch.float32, True) is not None
+    assert walks.plain_walk(257, torch.float32, False) is None  # then the chunked backend takes over
 
 
 @pytest.mark.parametrize(("turns", "heads", "initial"), [(1, 2, True), (2, 2, False), (8, 2, True), (8, 1, False)])
@@ -248,8 +248,8 @@ def test_spans_walked_in_turns(emulated, monkeypatch, turns, heads, initial):  #
     """Sequences that are longer, shorter and empty, and tokens of none, in whatever turns; and one block alone."""
     offsets = (0, 5, 5, 70, 270, 275) if heads > 1 else None
     shape = {"length": 280, "batch": 1, "heads": heads, "key_size": KEYS, "value_size": VALUES}
-    monkeypatch.setattr(cuda, "TURNS", turns)
-    monkeypatch.setattr(cuda, "MOST_ROUNDS", 100)
+    monkeypatch.setattr(walks, "TURNS", turns)
+    monkeypatch.setattr(walks, "MOST_ROUNDS", 100)
     monkeypatch.setattr(cuda, "ALIKE", 0)  # the one head is
     monkeypatch.setattr(layout, "LEAST_SPAN", 1000)
     case = Case(**shape, decay="mixed" if initial else "mild", offsets=offsets, initial=initial)
@@ -277,11 +277,11 @@ def test_heads_that_are_alike_take_no_turns(emulated, monkeypatch, decay, alone)
         return launch
 
     monkeypatch.setattr(nvrtc, "kernel", watched)
-    monkeypatch.setattr(cuda, "MOST_ROUNDS", 100)
+    monkeypatch.setattr(walks, "MOST_ROUNDS", 100)
     case = Case(length=300, batch=2, heads=3, key_size=KEYS, value_size=VALUES, decay="mild" if alone else decay)
     if alone:
         monkeypatch.setattr(cuda, "GROUP", 1)
-        monkeypatch.setattr(cuda, "turns_of", lambda *_: 3)
+        monkeypatch.setattr(walks, "turns_of", lambda *_: 3)
         made = accuracy.example("palimpsa", case, torch.bfloat16)
         with torch.no_grad():
             made["g"][:, ::25, 1] = -1.0

@@ -17,36 +17,16 @@ from torch import Tensor
 
 from ... import nvrtc
 from .. import chunked
-from . import layout
-from .problem import CHUNK, KERNEL_TYPES, Problem, cut, prepare
+from . import layout, walks
+from .problem import CHUNK, Problem, cut, prepare
 from .states import entry_states, write_chunk_states
 
 BUDGET = 3 << 30  # bytes of states and partial sums at once, and no more than this part of the device's memory:
 SHARE = 1 / 16
 GROUP = 3 << 29  # bytes that states of whole sequences, and what blocks keep beside, may take at once
 STATES = 320 << 20  # bytes of states that several groups may share: with few heads they take less time if made together
-LEAST_SPAN = 512  # tokens of a piece of a sequence
-SHARED_BYTES = 227 << 10  # of a block, most devices less; a multiprocessor has 1 KB more, a block takes 1 KB beside
-BLOCK = 16  # keys or values that a tensor-core product takes
-WARPS = 12  # of a multiprocessor: as many as have the registers they need
 CACHE = 40 << 20  # bytes of states that stay in the cache until they are wanted
-STREAMED = 6  # blocks of keys of a warp whose gradients may lie in the cache: more would not fit into registers
-LONGEST = 1.4  # times as long as others a block may take
-TURNS = 5  # in which spans are walked that are too many to be walked side by side, half of what is left in each,
-MOST_ROUNDS = 3  # but not so many that it evens out by itself,
-ALIKE = 6  # nor where heads are alike: in how many of a hundred tokens their decays are steep (states.cu)
-
-
-class Walk(NamedTuple):
-    """A kernel, how it cuts the values, and what it takes beside inputs and outputs."""
-
-    name: str
-    rows: int  # values of a block
-    shared_bytes: int
-    most: int  # blocks that a multiprocessor can hold
-    scratch: int  # bytes of a state that a block at work keeps
-    definitions: dict[str, Any]
-    apart: int = 16  # tokens from one state of a chunk to the next, at least
+ALIKE = 6  # of a hundred tokens: heads whose steep decays (states.cu) differ by fewer take no turns
 
 
 class Span(NamedTuple):
@@ -94,11 +74,11 @@ def _fit(d: Tensor, dtype: torch.dtype, padding: tuple[int, ...]) -> Tensor:
 def _choose(q, k, w, beta, g, prior, information, excess_precision, offsets, variance: bool):
     """The kernel for these inputs and the inputs as it takes them; no kernel where none is made for such sizes."""
     problem = prepare(q, k, w, beta, g, prior, information, excess_precision, offsets)
-    room = _shared_bytes(problem.q.device)
+    room = walks.shared_bytes(problem.q.device)
     if not variance and layout.on_tensor_cores(problem):
-        keys, values = (-(-size // BLOCK) * BLOCK for size in problem.shape[1:])
+        keys, values = (-(-size // walks.BLOCK) * walks.BLOCK for size in problem.shape[1:])
         items, processors = problem.shape[0] * (len(problem.cuts) - 1), layout._processors(problem.q.device)
-        if (walk := tensor_walk(keys, values, items, problem.longest, processors, room)) is not None:
+        if (walk := walks.tensor_walk(keys, values, items, problem.longest, processors, room)) is not None:
             if problem.shape[1:] != (keys, values):
                 add = (keys - problem.shape[1], values - problem.shape[2])
                 problem = _pad(problem, *add)
@@ -107,13 +87,7 @@ def _choose(q, k, w, beta, g, prior, information, excess_precision, offsets, var
     if problem.q.dtype != real:
         q, k, w, beta = (x.to(real) for x in (q, k, w, beta))
         problem = prepare(q, k, w, beta, g, prior, information, excess_precision, offsets)
-    return plain_walk(problem.shape[1], real, variance, room), problem
-
-
-def _shared_bytes(device: torch.device) -> int:
-    if device.type != "cuda":
-        return SHARED_BYTES
-    return min(SHARED_BYTES, torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    return walks.plain_walk(problem.shape[1], real, variance, room), problem
 
 
 def _pad(problem: Problem, keys: int, values: int) -> Problem:
@@ -125,80 +99,10 @@ def _pad(problem: Problem, keys: int, values: int) -> Problem:
     return problem._replace(q=q, k=k, w=w, beta=beta, state=(m, j), shape=shape)
 
 
-@functools.cache
-def tensor_walks(keys: int, values: int, room: int = SHARED_BYTES) -> tuple[Walk, ...]:
-    """Warps of 16 values and some blocks of 16 keys: every such cut that a multiprocessor can hold."""
-    found = []
-    key_blocks, row_groups = keys // BLOCK, values // BLOCK
-    for parts, groups in itertools.product(range(1, key_blocks + 1), range(1, row_groups + 1)):
-        if key_blocks % parts or row_groups % groups or parts * groups > WARPS:
-            continue
-        warps, of_warp, rows = parts * groups, key_blocks // parts, BLOCK * groups
-        row = keys // 2 + 4  # this and what follows as in backward_layout.cuh
-        for stream in (0, 1) if parts == 1 and of_warp <= STREAMED else (0,):
-            words = warps * (3 if stream else of_warp + 1) * 512 + 64 * (row + rows + 8)
-            words += 8 * (key_blocks * 68 + groups * 64) + 8 * (keys + rows) // 2 + 3 * 64 + 19
-            sums = warps * (of_warp * 128 + 12) + (parts - 1) * groups * 256
-            least, near = (4 * (words + 4 * max(apart * row + sums // 4, (64 - apart) * row)) for apart in (16, 8))
-            if most := _resident(least, warps, room):
-                definitions = {
-                    "KEY_BLOCKS": of_warp, "KEY_PARTS": parts, "ROW_GROUPS": groups,
-                    "VALUE_BLOCKS": row_groups // groups, "STREAM": stream,
-                }  # fmt: skip
-                apart, size = (8, max(least, near)) if _resident(near, warps, room) == most else (16, least)
-                found.append(Walk("backward_tensor", rows, size, most, warps * of_warp * 2048, definitions, apart))
-                break  # gradients stay in shared memory where they fit
-    return tuple(found)
-
-
-def _resident(size: int, warps: int, room: int) -> int:
-    """How many blocks with so many bytes of shared memory a multiprocessor holds, of ``room`` for one."""
-    return min((room + 1024) // (size + 1024), WARPS // warps) if size <= room else 0
-
-
-@functools.cache
-def tensor_walk(
-    keys: int, values: int, items: int, longest: int, processors: int, room: int = SHARED_BYTES
-) -> Walk | None:
-    """The fastest for ``items`` heads of sequences of ``longest`` tokens.
-
-    A warp takes a tile of tokens for one block of keys after the other and waits for its own results most of that time,
-    so that warps hardly hold each other up, and what a tile costs besides is that of about two blocks of keys (1.7, 9.4
-    warps until it shows, and 1.15 where gradients wait in the cache: fitted to three layouts, and two, on an H200).
-    """
-
-    def cost(walk: Walk) -> tuple[float, int]:
-        shape = walk.definitions
-        blocks = max(1, items * shape["VALUE_BLOCKS"])
-        pieces = max(1, min(processors * walk.most // blocks, longest // LEAST_SPAN)) if blocks < processors else 1
-        resident = min(walk.most, -(-blocks * pieces // processors))
-        slots = processors * resident
-        whole = rounds(blocks * pieces, slots, turns_of(blocks * pieces, slots, longest))
-        crowd = max(1.0, resident * shape["KEY_PARTS"] * shape["ROW_GROUPS"] / 9.4)
-        passes = 1.6 if pieces > 1 else 1.0  # what pieces add to each other is found first
-        slower = crowd * passes * (1.15 if shape["STREAM"] else 1.0)
-        return whole * -(-longest // pieces) * (1.7 + shape["KEY_BLOCKS"]) * slower, shape["VALUE_BLOCKS"]
-
-    return min(tensor_walks(keys, values, room), key=cost, default=None)
-
-
-@functools.cache
-def plain_walk(keys: int, real: torch.dtype, variance: bool, room: int = SHARED_BYTES) -> Walk | None:
-    lane_keys = -(-keys // 32)
-    rows = 4 if lane_keys <= 4 else 2
-    for warps in (8, 4, 2):
-        words = 64 * (64 * lane_keys + warps * rows * (3 + variance) + 1) + warps * 4 * (1 + 64 * lane_keys)
-        if 0 < lane_keys <= 8 and words * real.itemsize <= room:
-            shape = {"LANE_KEYS": lane_keys, "ROWS": rows, "WARPS": warps}
-            definitions = {**shape, "VARIANCE": int(variance), "REAL": KERNEL_TYPES[real]}
-            return Walk("backward", warps * rows, words * real.itemsize, 1, 0, definitions)
-    return None
-
-
 class _Backward:
     """One backward pass: the inputs, the spans they are cut into, and how many spans are done at once."""
 
-    def __init__(self, problem: Problem, walk: Walk, d_output: Tensor, d_variance: Tensor | None, scale: float):
+    def __init__(self, problem: Problem, walk: walks.Walk, d_output: Tensor, d_variance: Tensor | None, scale: float):
         self.problem, self.walk, self.scale = problem, walk, scale
         self.d_output, self.d_variance = d_output, d_variance
         heads, keys, values = problem.shape
@@ -219,9 +123,9 @@ class _Backward:
         self.slots = processors * self.resident  # blocks at work
         budget = _budget(self.device) if self.cut else min(GROUP, _budget(self.device))
         states = of_token * -(-longest // CHUNK) * CHUNK
-        most = fitting(states, self.scratch, heads * self.blocks, self.slots, budget)
+        most = walks.fitting(states, self.scratch, heads * self.blocks, self.slots, budget)
         self.longest = longest
-        self.at_once = group_size(len(self.spans), heads * self.blocks, self.slots, longest, most)
+        self.at_once = walks.group_size(len(self.spans), heads * self.blocks, self.slots, longest, most)
         states = self.at_once * -(-longest // CHUNK) * heads * keys * values * 2 * problem.g.element_size()
         self.together = self.at_once * max(1, STATES // max(1, states))  # spans whose states are made at once
         self.tensor_cores = walk.name == "backward_tensor"
@@ -235,7 +139,7 @@ class _Backward:
         length = layout.span_length(p, layout.Layout(self.walk.rows, 1, {}))
         if length < p.longest:  # pieces that fill the device together should fit together
             together = -(-processors // max(1, p.shape[0] * self.blocks))
-            length = min(length, max(LEAST_SPAN, tokens // together // CHUNK * CHUNK))
+            length = min(length, max(walks.LEAST_SPAN, tokens // together // CHUNK * CHUNK))
         self.entry = p.state
         if length < p.longest:
             self.entry = entry_states(p, cut(p.cuts, length, self.device))
@@ -351,7 +255,7 @@ class _Backward:
         outputs = [*last, sums[0], sums[1], to_w, to_beta, sums[2], None if pull else d_prior[group], *first]
         items = len(spans) * heads * self.blocks
         if self.tensor_cores:
-            turns = 1 if pull or not self.overlap else turns_of(items, self.slots, self.longest)
+            turns = 1 if pull or not self.overlap else walks.turns_of(items, self.slots, self.longest)
             definitions |= {"BLOCKS": self.resident, "ENTRY": self.apart, "PULL": int(pull), "TURNED": int(turns > 1)}
             rooms = self.slots if turns > 1 else items
             scratch = torch.empty(rooms * self.scratch, dtype=torch.uint8, device=q.device)
@@ -377,43 +281,3 @@ def _budget(device: torch.device) -> int:
     if device.type != "cuda":
         return BUDGET
     return min(BUDGET, int(SHARE * torch.cuda.get_device_properties(device).total_memory))
-
-
-def fitting(states: int, scratch: int, blocks: int, slots: int, budget: int) -> int:
-    """Spans of so many blocks whose bytes of states and scratch stay within the budget.
-
-    Of blocks that take turns only those at work have a scratch; of more than that each has its own, which with short
-    sequences is more than the states.
-    """
-    few = MOST_ROUNDS * slots // max(1, blocks)
-    return min(budget // max(1, states), max(few, budget // max(1, states + blocks * scratch)))
-
-
-@functools.cache
-def group_size(spans: int, blocks: int, slots: int, longest: int, most: int) -> int:
-    """Spans at once, at most ``most``: fewest rounds of ``slots`` blocks over all groups, then the smallest groups.
-
-    Every group also waits for its slowest block, which takes up to LONGEST times as long as others, the less the more
-    parts they come in.
-    """
-
-    def of_group(size: int) -> float:
-        turns = turns_of(size * blocks, slots, longest)
-        parts = max(turns, size * blocks // slots)
-        return rounds(size * blocks, slots, turns) + (LONGEST - 1) / parts if size else 0.0
-
-    def of_all(size: int) -> float:
-        whole, rest = divmod(spans, size)
-        return whole * of_group(size) + of_group(rest)
-
-    return min(range(1, max(1, min(spans, most)) + 1), key=lambda size: (of_all(size), size))
-
-
-def turns_of(blocks: int, slots: int, longest: int) -> int:
-    chunks = -(-longest // CHUNK)
-    return max(1, min(TURNS, chunks.bit_length())) if slots < blocks <= MOST_ROUNDS * slots else 1
-
-
-def rounds(blocks: int, slots: int, turns: int) -> float:
-    """How long blocks take, in the time of one: as if turns were of equal length."""
-    return -(-turns * blocks // slots) / turns if blocks > slots else 1.0

@@ -8,8 +8,8 @@ import functools
 import torch
 
 from . import layout
-from .backward import BLOCK, plain_walk, tensor_walk
 from .problem import MULTIPLE
+from .walks import BLOCK, plain_walk, tensor_walk
 
 # Heads per multiprocessor: the backward of few is cut otherwise than that of many.
 LOADS = (0.02, 0.1, 0.5, 0.75, 1.0, 1.5, 4.0)
