@@ -1,6 +1,5 @@
 """``metaplastic recipes`` and ``metaplastic plan``: which runs there are, and what one needs of every GPU."""
 
-import math
 from typing import Annotated
 
 import typer
@@ -69,11 +68,6 @@ def plan(
     rows, left = divmod(tokens, length)
     if left or rows < 1:
         raise ValueError(f"tokens_per_step: expected a multiple of rows of {length:,} tokens, got {tokens:,}")
-    for name, value, unit in (
-        ("memory", memory, "GB"), ("peak", peak, "TFLOP/s"), ("inside", inside, "GB/s"), ("between", between, "GB/s"),
-    ):  # fmt: skip
-        if not 0 < value < math.inf:
-            raise ValueError(f"{name} must be > 0 and finite, got {value:g} {unit}")
     cluster = Cluster(gpus, node, inside * 1e9, between * 1e9, memory * 1e9, peak * 1e12, efficiency)
     at_once = found.settings["batch_size"] if batch_size is None else batch_size
     if at_once < 1:

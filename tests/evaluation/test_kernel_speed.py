@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -245,6 +246,55 @@ def test_errors_of_two_heads():
         found = kernel_measures.errors(run, exact, inputs, torch.randn(2, 5, 3, 4).bfloat16())
         assert set(found) == {"output", *(f"gradient of {n}" for n in inputs)}
         assert 0 < found["output"] < 5e-3 and max(found.values()) < 1e-2, found
+
+
+@pytest.fixture
+def slow_host(monkeypatch):
+    """``slow_host("run")`` on a clock of its own: the host takes 1 ms to start a run, 20 us a sum, and hears after 100 us
+    that the device is done, which takes 0.4 ms for a run and 60 us for a sum."""
+    now, line = [0.0], []  # what was started since the host last waited, and when
+    device = {"sum": 60e-6, "run": 0.4e-3}
+
+    def start(name, host=1e-3):
+        now[0] += host
+        line.append((name, now[0]))
+
+    def done(started):
+        end = 0.0
+        for name, at in started:
+            end = max(end, at) + device[name]
+        return end
+
+    def wait():
+        now[0] = max(now[0], done(line)) + 100e-6
+        line.clear()
+
+    class Event:
+        def __init__(self, **_): ...
+
+        def record(self):
+            self.before = [*line]
+
+        def elapsed_time(self, later):
+            return 1e3 * (done(later.before) - done(self.before))
+
+    filler = SimpleNamespace(sum=lambda: start("sum", 20e-6))
+    monkeypatch.setattr(torch.cuda, "synchronize", wait)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: filler)
+    monkeypatch.setattr(kernel_measures.time, "perf_counter", lambda: now[0])
+    return start
+
+
+def test_a_slow_host_is_not_in_the_time(slow_host):
+    """Nor does how long the device is kept busy beforehand hang on it: a run is two kernels, with the host between."""
+
+    def run():
+        slow_host("run"), slow_host("run")
+
+    assert kernel_measures.milliseconds(run) == pytest.approx(0.8)
+    assert kernel_measures.host_milliseconds(run) == pytest.approx(2.0)
+    assert kernel_measures.called_milliseconds(run) == pytest.approx(2.0, rel=0.1)
 
 
 @pytest.mark.gpu

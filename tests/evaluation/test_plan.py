@@ -223,6 +223,7 @@ def test_the_page_says_what_is_counted():
         ("--gpus 8192 --context-parallel 8192", "in 8,192 shards, expected at least 3 tokens in each"),
         ("--peak inf", "peak must be > 0 and finite, got inf TFLOP/s"),
         ("--memory=-3", "memory must be > 0 and finite, got -3 GB"),
+        ("--gpus 0", "gpus must be > 0 and finite, got 0"),
         ("--efficiency 40", "efficiency must be a share of the peak, at most 1, got 40"),
         ("--batch-size 1000000000000", "batch_size"),
     ],

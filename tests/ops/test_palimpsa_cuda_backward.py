@@ -225,9 +225,9 @@ def test_blocks_of_slow_heads_start_first(emulated, monkeypatch):  # noqa: F811
     with torch.no_grad():
         made["g"].copy_(torch.where(torch.rand(2, 80, 3) < steep, -1.0, -0.1))
 
-    def write_chunk_states(problem, ranks):
-        found = states.write_chunk_states(problem, ranks)
-        taken.append(ranks.tolist())
+    def write_chunk_states(problem, pieces):
+        found = states.write_chunk_states(problem, pieces)
+        taken.append(found[0].tolist())
         return found
 
     monkeypatch.setattr(accuracy, "example", lambda *_: made)

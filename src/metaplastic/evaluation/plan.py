@@ -52,9 +52,16 @@ class Cluster:
     efficiency: float = 0.24  # of the peak, assumed: Palimpsa-D 760M on an H200, compiled; eager 0.14
 
     def __post_init__(self) -> None:
-        for name in ("gpus", "node", "inside", "between", "memory", "peak", "efficiency"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be > 0 and finite, got {getattr(self, name)}")
+        units = {
+            "inside": " GB/s",
+            "between": " GB/s",
+            "memory": " GB",
+            "peak": " TFLOP/s",
+        }  # as the command takes them
+        for name in ("gpus", "node", *units, "efficiency"):
+            if not 0 < (value := getattr(self, name)) < math.inf:
+                size = 1e12 if name == "peak" else 1e9 if name in units else 1
+                raise ValueError(f"{name} must be > 0 and finite, got {value / size:g}{units.get(name, '')}")
         if self.efficiency > 1:
             raise ValueError(f"efficiency must be a share of the peak, at most 1, got {self.efficiency}")
 

@@ -131,7 +131,7 @@ class _Backward:
         self.tensor_cores = walk.name == "backward_tensor"
         # Whether blocks of a launch can begin before those of the one before it have ended.
         self.overlap = self.device.type != "cuda" or torch.cuda.get_device_capability(self.device) >= (9, 0)
-        self.kept = None  # what _walk makes of the inputs, where it is made once for all spans
+        self.kept = None  # states before the chunks, where they are made once for all spans, and how heads compare
 
     def _cut(self, tokens: int, processors: int) -> list[Span]:
         """Sequences, or pieces of them if the device would be idle; ``tokens`` fit the budget at once."""
@@ -213,12 +213,7 @@ class _Backward:
             state = tuple(None if s is None else s[at : at + self.together] for s in self.entry)
             part = p._replace(q=q, k=k, w=w, beta=beta, g=g, state=state, cuts=cuts, longest=longest)
             table = cut(cuts, max(CHUNK, -(-longest // CHUNK) * CHUNK), q.device).table
-            if self.kept is None:
-                size = 2 * p.shape[0] + 2
-                ranks = [torch.zeros(size, dtype=torch.int32, device=q.device)] if self.tensor_cores else []
-                chunks = [*ranks, *write_chunk_states(part, *ranks)]
-            else:
-                chunks = self.kept
+            chunks = self.kept or write_chunk_states(part, self.tensor_cores)
             if gradients is None and len(spans) == count:
                 self.kept = chunks
             equal = len({span.end - span.start for span in spans}) == 1

@@ -1,5 +1,6 @@
 """States at the boundaries of spans and chunks: what lets spans run side by side, and where backward starts from."""
 
+import torch
 from torch import Tensor
 
 from ... import nvrtc
@@ -19,20 +20,21 @@ def chunk_states(k, w, beta, g, information, excess_precision, offsets: Tensor |
     return m[:, :values, :keys], j[:, :values, :keys]
 
 
-def write_chunk_states(problem: Problem, ranks: Tensor | None = None) -> tuple[Tensor, ...]:
+def write_chunk_states(problem: Problem, pieces: bool = False) -> tuple[Tensor, ...]:
     """The same for prepared inputs, K and V padded as there.
 
-    Given zeros, int32 [2 H + 2], both in one, in the pieces that states.cu describes; ``ranks`` then begins with the
-    heads, those with the most tokens of steep decay first.
+    As ``pieces``: how heads compare, int32 (the heads, those with the most tokens of steep decay first, and what else
+    states.cu says), and both states in one, in pieces.
     """
     heads = problem.shape[0]
     length = layout.span_length(problem, _layout(problem, len(problem.cuts) - 1))
     spans = cut(problem.cuts, length, problem.q.device)
     entry = problem.state if spans.count == spans.sequences else entry_states(problem, spans)
-    if ranks is not None:
+    if pieces:
+        ranks = torch.zeros(2 * heads + 2, dtype=torch.int32, device=problem.q.device)
         both = problem.new_state(2 * spans.chunks * heads)
         _run(problem, spans, layout.CHUNKS, *entry, both, None, None, ranks)
-        return (both,)
+        return ranks, both
     m, j = (problem.new_state(spans.chunks * heads) for _ in range(2))
     _run(problem, spans, layout.CHUNKS, *entry, m, j, None)
     return m, j

@@ -45,7 +45,7 @@ def tensor_walks(keys: int, values: int, room: int = SHARED_BYTES) -> tuple[Walk
         row = keys // 2 + 4  # this and what follows as in backward_layout.cuh
         for stream in (0, 1) if parts == 1 and of_warp <= STREAMED else (0,):
             words = warps * (3 if stream else of_warp + 1) * 512 + 64 * (row + rows + 8)
-            words += 8 * (key_blocks * 68 + groups * 64) + 8 * (keys + rows) // 2 + 3 * 64 + 19
+            words += 8 * (key_blocks * 68 + groups * 64) + 8 * (keys + rows) // 2 + 3 * 64 + 13
             sums = warps * (of_warp * 128 + 12) + (parts - 1) * groups * 256
             least, near = (4 * (words + 4 * max(apart * row + sums // 4, (64 - apart) * row)) for apart in (16, 8))
             if most := _resident(least, warps, room):
