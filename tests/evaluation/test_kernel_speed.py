@@ -250,8 +250,8 @@ def test_errors_of_two_heads():
 
 @pytest.fixture
 def slow_host(monkeypatch):
-    """``slow_host("run")`` on a clock of its own: the host takes 1 ms to start a run, 20 us a sum, and hears after 100 us
-    that the device is done, which takes 0.4 ms for a run and 60 us for a sum."""
+    """``slow_host("run")`` on a clock of its own: the host takes 1 ms to start a run and 20 us a sum, and hears after
+    100 us that the device is done, which takes 0.4 ms for a run and 60 us for a sum."""
     now, line = [0.0], []  # what was started since the host last waited, and when
     device = {"sum": 60e-6, "run": 0.4e-3}
 
