@@ -52,12 +52,8 @@ class Cluster:
     efficiency: float = 0.24  # of the peak, assumed: Palimpsa-D 760M on an H200, compiled; eager 0.14
 
     def __post_init__(self) -> None:
-        units = {
-            "inside": " GB/s",
-            "between": " GB/s",
-            "memory": " GB",
-            "peak": " TFLOP/s",
-        }  # as the command takes them
+        # In units as the command takes them.
+        units = {"inside": " GB/s", "between": " GB/s", "memory": " GB", "peak": " TFLOP/s"}
         for name in ("gpus", "node", *units, "efficiency"):
             if not 0 < (value := getattr(self, name)) < math.inf:
                 size = 1e12 if name == "peak" else 1e9 if name in units else 1
