@@ -1,9 +1,12 @@
 """``bench training`` on a CPU, at the size of a toy: what it measures, and that it sees what makes a host wait."""
 
+import contextlib
+import copy
 import itertools
 import json
 import re
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -64,6 +67,49 @@ def test_the_command(tmp_path, monkeypatch, shards):
     assert "peak memory" not in html and not re.search(r"<td.*\de[+-]\d", html.split("<details>")[0])
     assert "palimpsa_d_additive-debug, packed, compiled" in html and "additive_chunked" in html
     assert "tokens per second" in shown.output and "checkpointing full" in shown.output
+
+
+def test_peers_are_compiled_first_and_tuned_in_seconds(tmp_path, monkeypatch, shards):
+    """Each size once, of those models alone that ask for their kernels. A failure there ends nothing."""
+    models = {name: find(name).network() for name in ("palimpsa_d-debug", "mamba2-debug", "gated_deltanet-debug")}
+    asked = {}
+    for name in list(models)[1:]:
+        config = models[name]
+        (options,) = config.mixer_options.values()
+        asked[f"{name} (fla)"] = copy.deepcopy(config)
+        asked[f"{name} (fla)"].mixer_options = {mixer: options | {"backend": "fla"} for mixer in config.mixer_options}
+    assert training_speed.peer_calls(models, 2) == []
+    calls = training_speed.peer_calls(models | asked, 2)
+    assert [(call.operator, call.batch) for call in calls] == [("additive", 2), ("delta", 2)]
+    assert all(call.gradients for call in calls)
+    options = models["gated_deltanet-debug"].mixer_options["gated_deltanet"]
+    assert calls[1][2:5] == tuple(options[name] for name in ("num_heads", "key_size", "value_size"))
+
+    within, seen = [], []
+
+    @contextlib.contextmanager
+    def quick():
+        within.append(True)
+        yield
+        within.pop()
+
+    def step(*given):
+        seen.append(bool(within))
+        return {"tokens per second": 1.0}
+
+    def fail(calls):
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(training_speed.fla_tuning, "quick", quick)
+    monkeypatch.setattr(training_speed, "bench_step", step)
+    monkeypatch.setattr(training_speed, "SECONDS", 0.1)
+    given: Any = {"layouts": ("rows",), "data": str(shards)}
+    for compiling, said in ((lambda calls: True, "compile seconds"), (fail, "not compiled beforehand")):
+        monkeypatch.setattr(training_speed.fla_tuning, "compile_all", compiling)
+        found = dict(training_speed.bench_training(asked, tmp_path, Setting(2, 32), **given))
+        assert said in found["peers' kernels"] and len(found) == 4
+    dict(training_speed.bench_training(models, tmp_path, Setting(2, 32), **given))
+    assert seen == 4 * [True] + 3 * [False] and not within
 
 
 def profiled(run):

@@ -14,6 +14,8 @@ runs ahead of the device. On a CPU, which is both, there is nothing to wait for,
 
 Compiled steps (``compile``: block by block, training/compiled.py) are compiled before any is timed; how long that took
 is told apart, and how many graphs there are.
+
+Peers' kernels are compiled first and tuned in seconds, as :mod:`metaplastic.ops.fla_tuning` says.
 """
 
 import contextlib
@@ -36,9 +38,10 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from transformers import TrainerCallback
 
 from ..layers import MIXERS
+from ..layers.mixer import Mixer
 from ..models import MetaplasticConfig, MetaplasticForCausalLM, size
 from ..models.checkpointing import checkpoint_activations
-from ..ops import dispatch
+from ..ops import dispatch, fla_tuning
 from ..tasks import ShardedText, byte_tokenizer, collate_packed, write_shards
 from ..training import MetaplasticTrainer, training_arguments
 from ..training.compiled import compile_blocks
@@ -93,15 +96,19 @@ def bench_training(
         raise ValueError(f"bench training measures one GPU, and there are {count}: CUDA_VISIBLE_DEVICES=0 leaves one")
     text = ShardedText(Path(data) if data else _shards(output / "shards"), setting.length, seed=0)
     read = loading(text, output, setting.batch)
-    for name, config in models.items():
-        for layout in layouts:
-            try:
-                found = bench_step(config, text, output, setting, layout)
-                found[LOADER] = read["tokens per second"] / found["tokens per second"]
-            except torch.OutOfMemoryError:
-                found = {"not run": f"out of memory at {setting.batch} x {setting.length} tokens"}
-            _clear()
-            yield f"{name}, {layout}{', compiled' if setting.compile else ''}", found
+    calls = peer_calls(models, setting.batch)
+    if calls:
+        yield "peers' kernels", _compile(calls)
+    with fla_tuning.quick() if calls else contextlib.nullcontext():
+        for name, config in models.items():
+            for layout in layouts:
+                try:
+                    found = bench_step(config, text, output, setting, layout)
+                    found[LOADER] = read["tokens per second"] / found["tokens per second"]
+                except torch.OutOfMemoryError:
+                    found = {"not run": f"out of memory at {setting.batch} x {setting.length} tokens"}
+                _clear()
+                yield f"{name}, {layout}{', compiled' if setting.compile else ''}", found
     yield f"loader, {setting.batch} x {setting.length}", read
 
 
@@ -122,6 +129,28 @@ def with_peers(models: Mapping[str, MetaplasticConfig]) -> dict[str, Metaplastic
         for options in (peer.mixer_options or {}).values():
             options["backend"] = "fla"
     return found
+
+
+def peer_calls(models: Mapping[str, MetaplasticConfig], batch: int) -> list[fla_tuning.Call]:
+    """What flash-linear-attention's kernels will be called with by those of ``models`` that ask for them."""
+    found: dict[fla_tuning.Call, None] = {}
+    for config in models.values():
+        with torch.device("meta"):
+            model = MetaplasticForCausalLM(config)
+        for layer in model.modules():
+            if isinstance(layer, Mixer) and layer.backend == "fla":
+                sizes = layer.num_heads, layer.key_size, layer.value_size
+                found[fla_tuning.Call(layer.operator, batch, *sizes, gradients=True)] = None
+    return list(found)
+
+
+def _compile(calls: list[fla_tuning.Call]) -> dict[str, Any]:
+    began = time.perf_counter()
+    try:
+        whole = fla_tuning.compile_all(calls)
+    except RuntimeError as error:  # each is compiled when it is called, then
+        return {"not compiled beforehand": str(error), "tuning": fla_tuning.CHANGES}
+    return {"compile seconds": time.perf_counter() - began, "all": whole, "tuning": fla_tuning.CHANGES}
 
 
 def bench_step(
