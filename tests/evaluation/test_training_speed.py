@@ -97,8 +97,8 @@ def test_peers_are_compiled_first_and_tuned_in_seconds(tmp_path, monkeypatch, sh
         seen.append(bool(within))
         return {"tokens per second": 1.0}
 
-    def fail(calls):
-        raise RuntimeError("no compiler")
+    def fail(*given):
+        raise RuntimeError("here")
 
     monkeypatch.setattr(training_speed.fla_tuning, "quick", quick)
     monkeypatch.setattr(training_speed, "bench_step", step)
@@ -110,6 +110,12 @@ def test_peers_are_compiled_first_and_tuned_in_seconds(tmp_path, monkeypatch, sh
         assert said in found["peers' kernels"] and len(found) == 4
     dict(training_speed.bench_training(models, tmp_path, Setting(2, 32), **given))
     assert seen == 4 * [True] + 3 * [False] and not within
+
+    monkeypatch.setattr(training_speed, "bench_step", fail)  # a peer that cannot run ends nothing, ours does
+    measured = training_speed.bench_training(asked | models, tmp_path, Setting(2, 32), **given)
+    assert [found.get("not run") for _, found in itertools.islice(measured, 3)] == [None, *2 * ["RuntimeError: here"]]
+    with pytest.raises(RuntimeError, match="here"):
+        next(measured)
 
 
 def profiled(run):

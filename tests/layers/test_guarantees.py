@@ -238,6 +238,20 @@ def test_autocast(kind):
     assert layer.A_log.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("how", ["all in bfloat16", "autocast"])
+def test_the_rule_is_given_bfloat16(kind, how):
+    """What the fast kernels take: 16 bits but for what weighs long memories (decays, priors, noises)."""
+    dtype = torch.bfloat16 if how == "all in bfloat16" else torch.float32
+    layer, x = make(kind, dtype=dtype), inputs(dtype=dtype)
+    with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+        gates = layer.gates(x)._asdict()
+    for name, found in gates.items():
+        if found is not None and name in ("q", "k", "v", "w", "beta") and found.shape[3:]:
+            assert found.dtype == torch.bfloat16, name
+    assert gates["g"].dtype == torch.float32
+
+
 @pytest.mark.parametrize(
     ("kind", "kernels"),
     [

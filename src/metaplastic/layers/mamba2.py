@@ -119,8 +119,8 @@ class Mamba2(Mixer):
         dt = F.softplus(dt.to(dtype) + self.dt_bias.to(dtype)).clamp(*self.dt_limit)
         if keep is not None:
             dt = dt.masked_fill(~keep[..., None], 0)
-        strength = dt[..., None]  # in float32: so are the write and the evidence, which weigh long memories
-        return Projected(self._rule_inputs(x, q, k, u, strength, self._log_decay(dt)), u, output_gate, convolution)
+        gates = self._rule_inputs(x, q, k, u, dt[..., None], self._log_decay(dt))
+        return Projected(gates, u, output_gate, convolution)
 
     def _output(self, o: Tensor, output_gate: Tensor) -> Tensor:
         return self.out_proj(self.norm(o.flatten(2), output_gate))

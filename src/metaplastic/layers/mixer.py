@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..ops import dispatch
-from ..ops.contract import check_mask, check_packing, compute_dtype, inside_sequences, read_offsets
+from ..ops.contract import check_mask, check_packing, compute_dtype, inside_sequences, read_offsets, written_dtype
 from ..rules import AdditiveState
 from .convolution import ShortConvolution
 from .options import check_range, check_sizes
@@ -221,7 +221,7 @@ class Mixer(nn.Module):
 
     def _rule_inputs(self, x: Tensor, q: Tensor, k: Tensor, u: Tensor, strength: Tensor, g: Tensor):
         """The rule's inputs; ``strength [B, T, H, 1]`` scales the values u, and every kind of evidence."""
-        return AdditiveGates(q, k, u * strength, g)
+        return AdditiveGates(q, k, (u * strength).to(written_dtype(u, strength)), g)
 
     def _log_decay(self, dt: Tensor) -> Tensor:
         return -self.A_log.to(dt.dtype).exp() * dt

@@ -34,6 +34,14 @@ def compute_dtype(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
+def written_dtype(values: Tensor, strength: Tensor) -> torch.dtype:
+    """Of values times a strength that may be in float32: bfloat16 stays, which has its range, so that kernels for
+    16-bit inputs run; else the wider of the two."""
+    if values.dtype == torch.bfloat16:
+        return values.dtype
+    return torch.promote_types(values.dtype, strength.dtype)
+
+
 def require(condition: bool, message: str) -> None:
     if not condition:
         raise ValueError(message)

@@ -38,7 +38,7 @@ def choose(u: Tensor, e: Tensor, s: Tensor, c: Tensor) -> str:
 
 
 def write_and_evidence(u: Tensor, e: Tensor, s: Tensor, c: Tensor, backend: str = "auto") -> tuple[Tensor, Tensor]:
-    """w ``[B, T, H, V]`` in the wider dtype of u and s, beta in that of e and s."""
+    """w ``[B, T, H, V]`` and beta, in bfloat16 where u and e are, else in the wider dtype of u and s, and e and s."""
     if (choose(u, e, s, c) if backend == "auto" else backend) == "torch":
         return plain.write_and_evidence(u, e, s, c)
     return _Fused.apply(u, e, s, c)  # pyright: ignore[reportReturnType]

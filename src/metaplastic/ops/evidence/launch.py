@@ -6,6 +6,7 @@
 import torch
 from torch import Tensor
 
+from ..contract import written_dtype
 from ..rows import blocks, rows, strides
 from . import kernels
 
@@ -15,7 +16,7 @@ def _options(values: int) -> dict[str, int]:
 
 
 def forward(u: Tensor, e: Tensor, s: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
-    w, beta = (torch.empty(u.shape, dtype=torch.promote_types(u.dtype, s.dtype), device=u.device) for _ in range(2))
+    w, beta = (torch.empty(u.shape, dtype=written_dtype(u, s), device=u.device) for _ in range(2))
     u, e = rows(u), rows(e)
     (tokens, heads), options = u.shape[:2], _options(u.shape[2])
     if w.numel():
