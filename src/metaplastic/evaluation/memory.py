@@ -95,8 +95,8 @@ def _mixer(mixer: Any, length: int) -> float:
     else:
         raise ValueError(f"no count of what a {type(mixer).__name__} keeps for its backward pass")
     if isinstance(mixer, Evidence):  # down projection, sigmoid, that times the scaled strength, one per head
-        wide = FLOAT if isinstance(mixer, Mamba2) else HALF
-        total += HALF * mixer.beta_down.out_features + (HALF + wide) * values + wide * mixer.num_heads
+        strength = FLOAT if isinstance(mixer, Mamba2) else HALF
+        total += HALF * mixer.beta_down.out_features + 2 * HALF * values + strength * mixer.num_heads
     return total + _states(mixer, length)
 
 
@@ -126,7 +126,7 @@ def _mamba(mixer: Any, values: int) -> int:
     total = 2 * HALF * channels  # into the convolution and out of it
     if mixer.num_groups < mixer.num_heads:
         total += 2 * HALF * mixer.num_heads * mixer.key_size  # q and k, repeated before their SiLU
-    total += HALF * values + FLOAT * values  # the values, and the write in float32
+    total += 2 * HALF * values  # the values and the write
     total += 4 * FLOAT * mixer.num_heads  # steps before and after softplus and clamp, decays
     return total + 5 * FLOAT * values + HALF * values + FLOAT * mixer.norm.groups  # the gated norm, in float32 inside
 

@@ -233,4 +233,4 @@ class _Backward:
         if not in_one:
             d_initial = (d_initial + d_initial.mT) / 2
         d_initial = d_initial[..., : sizes[0], : sizes[0]].reshape(covariance.shape)
-        return *found, d_first[..., : sizes[0], : sizes[1]].contiguous(), d_initial
+        return *found, d_first[..., : sizes[0], : sizes[1]].contiguous(), d_initial.contiguous()
