@@ -48,9 +48,9 @@ def plan(
     efficiency: Annotated[
         float,
         typer.Option(
-            help="Share of the peak, assumed. Measured of Palimpsa-D 760M on an H200: 0.24 compiled, else 0.14."
+            help="Share of the peak, assumed. Measured of Palimpsa-D 760M on an H200: 0.26 compiled, else 0.21."
         ),
-    ] = 0.24,
+    ] = 0.26,
     node: Annotated[int, typer.Option(help="GPUs of a machine.")] = 8,
     inside: Annotated[float, typer.Option(help="GB/s from a GPU to others of its machine.")] = 450,
     between: Annotated[float, typer.Option(help="GB/s from a GPU to other machines.")] = 50,

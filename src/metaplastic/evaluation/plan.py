@@ -49,7 +49,7 @@ class Cluster:
     between: float = 50e9  # to other machines (a network card of 400 Gb/s for each)
     memory: float = 80e9
     peak: float = PEAKS["H100"]
-    efficiency: float = 0.24  # of the peak, assumed: Palimpsa-D 760M on an H200, compiled; eager 0.14
+    efficiency: float = 0.26  # of the peak, assumed: Palimpsa-D 760M on an H200, compiled; eager 0.21
 
     def __post_init__(self) -> None:
         # In units as the command takes them.

@@ -9,6 +9,9 @@ r"""Mamba2's mixer: the additive rule with write and forgetting coupled through 
 
 The mixer of Hugging Face's ``Mamba2`` with the same weights. That one (as mamba_ssm) normalises each of the G groups on
 its own, the default here; ``norm_groups=1`` normalises the whole width, as Palimpsa-M is published.
+
+dt and g are float32 at least, whatever the activations; w and Palimpsa-M's evidence are rounded once, to bfloat16 where
+activations are, since kernels for 16 bits take no wider ones.
 """
 
 import math
