@@ -104,18 +104,51 @@ def test_peers_are_compiled_first_and_tuned_in_seconds(tmp_path, monkeypatch, sh
     monkeypatch.setattr(training_speed, "bench_step", step)
     monkeypatch.setattr(training_speed, "SECONDS", 0.1)
     given: Any = {"layouts": ("rows",), "data": str(shards)}
-    for compiling, said in ((lambda calls: True, "compile seconds"), (fail, "not compiled beforehand")):
+    for compiling, said in ((lambda calls: True, "compile seconds"), (fail, "not prepared")):
         monkeypatch.setattr(training_speed.fla_tuning, "compile_all", compiling)
         found = dict(training_speed.bench_training(asked, tmp_path, Setting(2, 32), **given))
         assert said in found["peers' kernels"] and len(found) == 4
     dict(training_speed.bench_training(models, tmp_path, Setting(2, 32), **given))
-    assert seen == 4 * [True] + 3 * [False] and not within
+    assert seen == [True, True, False, False] + 3 * [False] and not within
 
     monkeypatch.setattr(training_speed, "bench_step", fail)  # a peer that cannot run ends nothing, ours does
     measured = training_speed.bench_training(asked | models, tmp_path, Setting(2, 32), **given)
     assert [found.get("not run") for _, found in itertools.islice(measured, 3)] == [None, *2 * ["RuntimeError: here"]]
     with pytest.raises(RuntimeError, match="here"):
         next(measured)
+
+
+def test_peers_of_a_hybrid(monkeypatch):
+    """Attention has no such kernels, and no such option."""
+    monkeypatch.setattr(training_speed.dispatch, "reason_against", lambda *given: None)
+    monkeypatch.setattr(training_speed.dispatch, "no_gradients", lambda *given: None)
+    config = find("mamba2-debug").network()
+    (options,) = config.mixer_options.values()
+    sizes = {"num_heads": 2, "key_size": 8, "value_size": 8}
+    hybrid = copy.deepcopy(config)
+    hybrid.mixers = ["mamba2"] * (config.num_hidden_layers - 1) + ["attention"]
+    hybrid.mixer_options = {"mamba2": options, "attention": sizes}
+    models = training_speed.with_peers({"hybrid": hybrid})
+    assert list(models) == ["hybrid", "hybrid (fla)"]
+    assert models["hybrid (fla)"].mixer_options == {"mamba2": options | {"backend": "fla"}, "attention": sizes}
+    assert [call.operator for call in training_speed.peer_calls(models, 2)] == ["additive"]
+
+
+def test_a_step_that_fails_leaves_no_profiler(tmp_path, monkeypatch, shards):
+    """Which would run on below the models behind it."""
+    text, setting = training_speed.ShardedText(shards, 32, seed=0), Setting(2, 32, 2, False)
+    config, forward, steps = find("mamba2-debug").network(), training_speed.MetaplasticForCausalLM.forward, []
+
+    def fail(self, *given, **options):
+        steps.append(torch.autograd._profiler_enabled())
+        if steps[-1]:
+            raise RuntimeError("here")
+        return forward(self, *given, **options)
+
+    monkeypatch.setattr(training_speed.MetaplasticForCausalLM, "forward", fail)
+    with pytest.raises(RuntimeError, match="here"):
+        training_speed.bench_step(config, text, tmp_path, setting, "rows")
+    assert steps == [False] * (len(steps) - 1) + [True] and not torch.autograd._profiler_enabled()
 
 
 def profiled(run):

@@ -98,9 +98,9 @@ def bench_training(
     text = ShardedText(Path(data) if data else _shards(output / "shards"), setting.length, seed=0)
     read = loading(text, output, setting.batch)
     calls = peer_calls(models, setting.batch)
-    if calls:
-        yield "peers' kernels", _compile(calls)
-    with fla_tuning.quick() if calls else contextlib.nullcontext():
+    with contextlib.ExitStack() as tuned:
+        if calls:
+            yield "peers' kernels", _prepare(calls, tuned)
         for name, config in models.items():
             for layout in layouts:
                 try:
@@ -131,8 +131,9 @@ def with_peers(models: Mapping[str, MetaplasticConfig]) -> dict[str, Metaplastic
         if any(dispatch.no_gradients(op, "fla") for op in operators):
             continue
         found[name + PEER] = peer = copy.deepcopy(config)
-        for options in (peer.mixer_options or {}).values():
-            options["backend"] = "fla"
+        for mixer, options in (peer.mixer_options or {}).items():
+            if MIXERS[mixer].operator:
+                options["backend"] = "fla"
     return found
 
 
@@ -149,12 +150,14 @@ def peer_calls(models: Mapping[str, MetaplasticConfig], batch: int) -> list[fla_
     return list(found)
 
 
-def _compile(calls: list[fla_tuning.Call]) -> dict[str, Any]:
+def _prepare(calls: list[fla_tuning.Call], tuned: contextlib.ExitStack) -> dict[str, Any]:
+    """Compiles peers' kernels; until ``tuned`` is closed they are tuned in seconds."""
     began = time.perf_counter()
     try:
         whole = fla_tuning.compile_all(calls)
-    except RuntimeError as error:  # each is compiled when it is called, then
-        return {"not compiled beforehand": str(error), "tuning": fla_tuning.CHANGES}
+        tuned.enter_context(fla_tuning.quick())
+    except (ImportError, RuntimeError) as error:  # each is compiled and tuned when it is called, then, if it can be
+        return {"not prepared": f"{type(error).__name__}: {error}"}
     return {"compile seconds": time.perf_counter() - began, "all": whole, "tuning": fla_tuning.CHANGES}
 
 
@@ -173,7 +176,10 @@ def bench_step(
     steps, compiling = setting.repetitions + WARM + 2, calculate_time_spent()["total_wall_time"]
     trainer = _trainer(model, rows, output, setting.batch, layout, bf16=setting.bf16, steps=steps)
     trainer.add_callback(watch)
-    trainer.train()
+    try:
+        trainer.train()
+    finally:
+        watch.close()
     times, tokens = watch.clock.seconds(), setting.batch * setting.length
     seconds = statistics.median(times)
     found: dict[str, Any] = dataclasses.asdict(setting) | {"layout": layout, "backends": watch.backends(config)}
@@ -282,8 +288,12 @@ class _Watch(TrainerCallback):
             self.profile = self._open.enter_context(profile(activities=activities, with_stack=True, acc_events=True))
             self._open.enter_context(record_function(PROFILED))
         if step == WARM + 2 + self.repetitions:
-            self._open.close()
+            self.close()
             self.events = list(self.profile.events() or [])
+
+    def close(self) -> None:
+        """The profiler of a step that did not end would go on, and slow down what is measured next."""
+        self._open.close()
 
     def backends(self, config: MetaplasticConfig) -> list[str]:
         """Those whose operators the profiled step shows; of those that show none, what has run in this process."""
