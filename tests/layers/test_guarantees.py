@@ -252,6 +252,19 @@ def test_the_rule_is_given_bfloat16(kind, how):
     assert gates["g"].dtype == torch.float32
 
 
+@pytest.mark.parametrize(("kind", "written"), [("palimpsa_m", ("w", "beta")), ("mamba2, groups", ("v",))])
+def test_small_steps_do_not_vanish_in_float16(kind, written):
+    """Whose range is small: what is written stays float32, and is as in float64 but for the rounding of its factors."""
+    layer = make(kind, dtype=torch.float16)
+    with torch.no_grad():
+        layer.dt_bias.fill_(-15.0)  # steps of 3e-7, below float16's normal numbers
+    x = inputs(dtype=torch.float16)
+    found, exact = layer.gates(x)._asdict(), copy.deepcopy(layer).double().gates(x.double())._asdict()
+    for name in written:
+        assert found[name].dtype == torch.float32 and found[name].abs().max() < 1e-4
+        assert (found[name] - exact[name]).norm() < 0.02 * exact[name].norm()
+
+
 @pytest.mark.parametrize(
     ("kind", "kernels"),
     [
